@@ -73,6 +73,8 @@ class Cell:
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                names.append(f"{node.value.id}.{node.attr}")  # `import lmrl`, then lmrl.tree
         return [name.removeprefix("lmrl.") for name in names if name.startswith("lmrl.")]
 
 
@@ -151,8 +153,8 @@ def read_notebook(path, root):
     if not title:
         raise ExportError(f"{name}: no title: the first markdown cell begins with `# `")
     cells = []
-    for number, cell in enumerate((c for c in document.cells if c.cell_type == "code"), start=1):
-        where = f"{name}, cell {number} (`{cell.source.splitlines()[0] if cell.source else ''}`)"
+    for number, cell in enumerate((c for c in document.cells if c.cell_type == "code" and c.source), start=1):
+        where = f"{name}, cell {number} (`{cell.source.splitlines()[0]}`)"
         cells.append(read_cell(cell.source, set(cell.metadata.get("tags", [])), DEFAULT_MODULE[path.stem], where))
         check_cell(cells[-1], is_first=number == 1)
     imports = [ast.unparse(node) for node in cells[0].tree.body if is_import(node)] if cells else []
