@@ -9,17 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ["tyro", "tensorboard", "matplotlib", "reasoning_gym", "gguf", "vllm", "jupytext", "ipywidgets"]
-    "tyro",
-    "tqdm",
-    "tensorboard",
-    "matplotlib",
-    "yaml",
-    "reasoning_gym",
-    "gguf",
-    "vllm",
-    "jupytext",
-    "ipywidgets",
-]
 
 
 def package_modules(root):
