@@ -47,7 +47,7 @@ __all__ = [
     "train_on_demonstrations",
     "cache_folder",
     "warm_start_folder",
-    "save_atomically",
+    "save_model",
 ]
 
 
@@ -371,26 +371,31 @@ def cache_folder() -> Path:
 def warm_start_folder(seed: int = 0, *, target: float = 0.3) -> Path:
     """A Hugging Face folder with the tiny policy, trained on demonstrations to ``target`` pass rate (section 1).
 
-    Trained on the first call and cached; ``warm_start.json`` in it records the seed and the pass rate reached.
+    Trained on the first call and cached; ``lmrl.json`` in it records the seed and the pass rate reached.
     """
     code = "".join(map(inspect.getsource, (build_tokenizer, build_policy, train_on_demonstrations)))
     recipe = json.dumps({"seed": seed, "target": target, "torch": torch.__version__, "code": code})
     folder = cache_folder() / f"warm-start-{seed}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    if not (folder / "warm_start.json").exists():
+    if not folder.exists():
         tokenizer = build_tokenizer()
         model = build_policy(tokenizer, seed=seed)
         rate = train_on_demonstrations(model, tokenizer, addition_problems()[0], target=target, seed=seed)
-        save_atomically(folder, model, tokenizer, {"seed": seed, "target": target, "pass_rate": rate})
+        if not folder.exists():  # another process may have been faster
+            save_model(folder, model, tokenizer, {"seed": seed, "target": target, "pass_rate": rate})
     return folder
 
 
-def save_atomically(folder: Path, model, tokenizer, record: dict) -> None:
-    """Write model, tokenizer and ``warm_start.json`` to a temporary folder, then rename it to ``folder``."""
+def save_model(folder: Path, model, tokenizer, record: dict) -> None:
+    """Write a Hugging Face folder with ``record`` as ``lmrl.json``; ``folder`` is replaced only by a complete one.
+
+    A reader never sees a half-written folder, and an error while writing leaves the old one as it was (section 1).
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        unfinished = Path(scratch) / "model"
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        (unfinished / "warm_start.json").write_text(json.dumps(record))
-        if not folder.exists():
-            unfinished.rename(folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / "lmrl.json").write_text(json.dumps(record) + "\n")
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)

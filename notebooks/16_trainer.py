@@ -1,0 +1,822 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 16. The complete machine
+#
+# **The question.** Every part exists: a policy and its sampler (section 1), group advantages (6), KL and entropy (9),
+# the clipped surrogate (10), tensors, masks and weights (11), loaded models (12), tied groups (13), tasks and verifiers
+# (15). What is the loop that makes a language model learn from them, and how does one see that it does?
+#
+# One pass through the loop is a chain of functions. Each takes what it needs and returns something new; only the last
+# one changes the world:
+#
+# $$\text{prompts} \to \text{rollouts} \to \text{rewards} \to \text{advantages} \to \text{loss} \to \text{step} \to
+# \text{metrics}.$$
+#
+# The algorithm is GRPO (Shao et al., 2024) in the form that the previous sections derived: a group mean as the
+# baseline, the clipped ratio, and a loss in which every token of the step weighs the same.
+
+# %%
+import hashlib
+import itertools
+import json
+import math
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+from lmrl.baselines import group_advantages
+from lmrl.batch import Rollouts, micro_batches
+from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
+from lmrl.models import load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
+from lmrl.policy import (
+    completion_logits,
+    completion_texts,
+    gather_logprobs,
+    save_model,
+    token_logprobs,
+    warm_start_folder,
+)
+from lmrl.ppo import clipped, importance_ratio
+from lmrl.rewards import RewardFunction, load_reward, score_completions
+from lmrl.rollout import Sampler, TorchSampler
+from lmrl.signal import frac_reward_zero_std
+from lmrl.tasks import Example, Task, encode_prompt, load_task
+from lmrl.trust_region import entropy, kl_k3
+
+transformers.utils.logging.disable_progress_bar()
+
+# %% [markdown]
+# ## Settings
+#
+# A run is described by one frozen record. Where TRL has a name for a setting, this is the name. Two numbers deserve a
+# word. `per_device_train_batch_size` is the number of *completions* that go through the model at once;
+# times `gradient_accumulation_steps` it is the number of completions of one optimiser step, and that must hold whole
+# groups of `num_generations`.
+
+
+# %% tags=["export:config"]
+@dataclass(frozen=True)
+class TrainConfig:
+    """The settings of a run (section 16). The defaults train the tiny policy on two-digit addition."""
+
+    task: str = "arithmetic"
+    """What to train on: "arithmetic", or "reasoning_gym:NAME" for a dataset of reasoning-gym."""
+    model: str = "tiny"
+    """"tiny" for section 1's warm-started policy, or a Hugging Face folder, a .gguf file, or a package that holds one."""
+    reward: str | None = None
+    """Your own reward function as "path/to/file.py:function", in place of the task's."""
+    name: str | None = None
+    """Name of the run's folder; by default the task and the next free number."""
+    output_dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: int = 0
+    """Seed of the warm start, the order of the prompts and the sampling."""
+
+    max_steps: int = 400
+    """Optimiser steps' worth of generated batches."""
+    per_device_train_batch_size: int = 512
+    """Completions that go through the model at once."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimiser step; changes memory, not the result."""
+    num_generations: int = 8
+    """Completions per prompt, G."""
+    num_iterations: int = 1
+    """Optimiser steps taken from each generated batch."""
+    max_completion_length: int = 4
+    """Cap on the tokens of a completion."""
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in scoring."""
+
+    learning_rate: float = 2e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises from zero."""
+    lr_scheduler_type: str = "linear"
+    """After the warm-up: "linear" to zero, or "constant"."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    adam_beta2: float = 0.99
+    """AdamW's second-moment decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+    epsilon: float = 0.2
+    """Clip range of the ratio (section 10)."""
+    epsilon_high: float | None = None
+    """Upper clip range, if different from epsilon."""
+    beta: float = 0.0
+    """Strength of the KL penalty to the starting policy; 0 needs no reference model (section 9)."""
+    loss_type: str = "dapo"
+    """How tokens are weighted: "dapo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
+    scale_rewards: str = "group"
+    """"group" divides advantages by the group's standard deviation, "none" does not (section 6)."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit the cap out of the loss."""
+
+    num_eval_problems: int = 256
+    """Held-out problems for pass@1, before and after."""
+    num_eval_generations: int = 4
+    """Completions per held-out problem."""
+    save_steps: int = 100
+    """A checkpoint is written every so many steps, and at the end."""
+    dtype: str = "float32"
+    """Number format of the weights: "float32" or "bfloat16"."""
+    device: str = "auto"
+    """"auto" is a GPU if there is one, else the CPU."""
+
+    def __post_init__(self):
+        check_config(self)
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+
+# %% [markdown]
+# A setting that cannot work is refused before anything is loaded, with the number and the way out.
+
+
+# %% tags=["export:config"]
+def check_config(config: "TrainConfig") -> None:
+    """Raise ValueError, with the value and the remedy, for settings that cannot work."""
+    positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
+    positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
+    positive += ("num_eval_problems", "num_eval_generations")
+    for name in positive:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
+    if config.num_generations < 2:
+        raise ValueError(
+            f"num_generations is {config.num_generations}; a group baseline compares answers to the same prompt "
+            "and needs at least 2"
+        )
+    if config.completions_per_step % config.num_generations:
+        raise ValueError(
+            f"a step has {config.completions_per_step} completions (per_device_train_batch_size "
+            f"{config.per_device_train_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}), "
+            f"which num_generations {config.num_generations} does not divide; change one of them"
+        )
+    choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
+    choices |= {"dtype": ("float32", "bfloat16")}
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(allowed)}")
+
+
+# %%
+config = TrainConfig(max_steps=25, per_device_train_batch_size=256, num_eval_problems=128)
+try:
+    TrainConfig(per_device_train_batch_size=10, num_generations=4)
+except ValueError as error:
+    print(error)
+else:
+    raise AssertionError("ten completions are not whole groups of four")
+
+# %% [markdown]
+# ## From prompts to advantages
+#
+# **Prompts → rollouts.** The sampler gets token ids and a seed. All completions of a step are generated in one batch.
+
+
+# %% tags=["export"]
+def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generations: int, seed: int) -> Rollouts:
+    """``num_generations`` completions for each example, as `Rollouts` with B = len(examples) · G rows (section 16)."""
+    return sampler.generate([encode_prompt(tokenizer, example.prompt) for example in examples], num_generations, seed)
+
+
+# %% [markdown]
+# **Rollouts → rewards.** The reward function reads texts, in TRL's signature: lists of prompts and completions, and the
+# task's other columns by name. It may answer `None` for a completion that nobody can grade.
+
+
+# %% tags=["export"]
+def decode(tokenizer, rollouts: Rollouts) -> list[str]:
+    """The completions as texts, without the stop token that ended them (section 16)."""
+    return completion_texts(tokenizer, rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated)
+
+
+def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
+    """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function (section 16)."""
+    rows = [examples[g] for g in rollouts.group.tolist()]
+    columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
+    rewards, graded = score_completions(reward, [row.prompt for row in rows], decode(tokenizer, rollouts), columns)
+    device = rollouts.group.device
+    return replace(rollouts, rewards=rewards.to(device), graded=graded.to(device))
+
+
+# %% [markdown]
+# **Rewards → advantages.** Section 6's group advantages, one number per completion, spread over its tokens: with one
+# reward at the end and no discount, every token of an answer has the same return.
+
+
+# %% tags=["export"]
+def estimate_advantages(rollouts: Rollouts, scale: str) -> Rollouts:
+    """The rollouts with group ``advantages`` ``[B, T]``, the same for all tokens of a row (sections 6 and 16)."""
+    advantages = group_advantages(rollouts.rewards, rollouts.group, scale=scale, graded=rollouts.graded)
+    return replace(rollouts, advantages=advantages[:, None].expand(rollouts.mask.shape))
+
+
+# %% [markdown]
+# **Which tokens enter the loss?** Those that the policy chose, in completions that were graded, and, if the setting
+# says so, not in completions that were cut off. What leaves here leaves numerator and denominator both.
+
+
+# %% tags=["export"]
+def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
+    """Bool ``[B, T]``: the tokens that enter the loss (section 16)."""
+    rows = rollouts.graded & ~(rollouts.truncated & mask_truncated_completions)
+    return rollouts.mask & rows[:, None]
+
+
+# %% [markdown]
+# ## From advantages to a step
+#
+# **The reference**, if the KL penalty is on, scores the same ids once per batch.
+
+
+# %% tags=["export"]
+@torch.no_grad()
+def score_reference(rollouts: Rollouts, reference, temperature: float, size: int) -> Rollouts:
+    """The rollouts with ``ref_logprobs`` ``[B, T]`` of the frozen ``reference``, ``size`` rows at a time (section 16)."""
+    pieces = [
+        token_logprobs(reference, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
+        for piece in map(rollouts.select, torch.arange(len(rollouts)).split(size))
+    ]
+    return replace(rollouts, ref_logprobs=torch.cat(pieces))
+
+
+# %% [markdown]
+# **One micro-batch.** Its forward pass gives the log-probs; the first time a batch is used, they are also the *old*
+# log-probs, detached: nothing was updated in between, so a second pass would compute the same numbers again. That is why
+# the ratios of a first step are exactly 1 and not just close to it.
+#
+# A `NaN` among real tokens stops the run and says where. Masked ones never get this far.
+
+
+# %% tags=["export"]
+def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
+    """Forward one micro-batch: its share of the step's loss, the piece with ``old_logprobs``, and its token metrics.
+
+    ``weights`` ``[B, T]`` are the piece's rows of `token_weights`. The metrics are detached ``[B, T]`` tensors (section
+    16). Raises FloatingPointError when a real token's log-prob is not finite.
+    """
+    logits = completion_logits(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, config.temperature)
+    logprobs = gather_logprobs(logits, piece.completion_ids)
+    require_finite("the policy's log-probs", logprobs, piece.mask)
+    if piece.old_logprobs is None:
+        piece = replace(piece, old_logprobs=logprobs.detach())
+    loss = policy_loss(
+        logprobs,
+        piece.old_logprobs,
+        piece.advantages,
+        weights,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        beta=config.beta,
+        ref_logprobs=piece.ref_logprobs,
+    )
+    return loss, piece, token_metrics(logits.detach(), logprobs.detach(), piece, config)
+
+
+@torch.no_grad()
+def token_metrics(logits: Tensor, logprobs: Tensor, piece: Rollouts, config) -> dict[str, Tensor]:
+    """What to watch, per token ``[B, T]``: entropy, ratio error, clipping, KLs, the sampler's log-prob gap."""
+    ratio = importance_ratio(logprobs, piece.old_logprobs)
+    metrics = {
+        "entropy": entropy(logits),
+        "ratio_error": (ratio - 1).abs(),
+        "clip_fraction": clipped(ratio, piece.advantages, config.epsilon, config.epsilon_high).float(),
+        "kl_old": kl_k3(piece.old_logprobs, logprobs),
+        "sampler_gap": (logprobs - piece.sampler_logprobs).abs(),
+    }
+    if piece.ref_logprobs is not None:
+        metrics["kl_ref"] = kl_k3(logprobs, piece.ref_logprobs)
+    return metrics
+
+
+def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
+    """Raise FloatingPointError if an unmasked entry of ``values`` ``[B, T]`` is NaN or infinite."""
+    bad = int((mask & ~values.isfinite()).sum())
+    if bad:
+        raise FloatingPointError(
+            f"{what}: {bad} of {int(mask.sum())} tokens are not finite; lower learning_rate (or use dtype float32)"
+        )
+
+
+# %% [markdown]
+# **What a pass tells us.** The token metrics of all micro-batches are joined before anything is averaged: like the loss,
+# a metric is a statement about the step.
+
+
+# %% tags=["export:metrics"]
+def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float]:
+    """Means over all real tokens of several micro-batches; ``ratio_error`` and ``sampler_gap`` are maxima (section 16).
+
+    ``passes`` holds pairs of token metrics ``[B, T]`` and their mask ``[B, T]``. Without any token, everything is 0.
+    """
+    summary = {}
+    for name in passes[0][0]:
+        values = torch.cat([metrics[name][mask] for metrics, mask in passes])
+        if len(values) == 0:
+            summary[name] = 0.0
+        else:
+            summary[name] = float(values.max() if name in ("ratio_error", "sampler_gap") else values.mean())
+    return summary
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """What the sampler and the verifier produced: reward, length, truncation, tied groups (section 16)."""
+    rewards = rollouts.rewards[rollouts.graded]
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
+        "frac_reward_zero_std": frac_reward_zero_std(rollouts.rewards, rollouts.group, rollouts.graded),
+        "completion_length": float(rollouts.mask.sum(1).float().mean()),
+        "truncated": float(rollouts.truncated.float().mean()),
+        "ungraded": float((~rollouts.graded).float().mean()),
+    }
+
+
+def peak_memory(device: str) -> float:
+    """Peak memory in GiB: of the process on a CPU, of PyTorch's allocations on a GPU (section 16)."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+# %% [markdown]
+# ## The trainer
+#
+# All state of a run is here: the weights, the optimiser, how far the learning rate has come, which prompts are next,
+# and the generators behind every random choice. Prompts are visited in shuffled passes over the data.
+
+
+# %% tags=["export"]
+def generator_for(seed: int, purpose: str) -> torch.Generator:
+    """A CPU generator for one ``purpose`` of a run, independent of the others of the same ``seed`` (section 16)."""
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def shuffled_batches(count: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
+    """Endless batches of ``size`` indices below ``count``, each pass over all of them in a new order (section 16)."""
+    waiting = []
+    while True:
+        while len(waiting) < size:
+            waiting += torch.randperm(count, generator=generator).tolist()
+        yield waiting[:size]
+        waiting = waiting[size:]
+
+
+def learning_rate_factor(step: int, config: TrainConfig) -> float:
+    """Factor on the learning rate at ``step`` (0-based): linear warm-up, then linear decay or constant (section 16)."""
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    return warmup * (1 - step / config.max_steps) if config.lr_scheduler_type == "linear" else warmup
+
+
+# %% [markdown]
+# `step` reads straight down, in the order of the chain at the top. `update` is the inner half: gradients of all
+# micro-batches add up, then one optimiser step, `num_iterations` times over the same batch.
+
+
+# %% tags=["export"]
+class Trainer:
+    """GRPO on one machine (section 16): the only object with state.
+
+    ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
+    model, needed when ``config.beta`` is not 0. Dropout is off throughout. Raises ValueError when a step wants more
+    different prompts than ``task.train`` has, or the reference is missing.
+    """
+
+    def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
+        prompts = config.completions_per_step // config.num_generations
+        if prompts > len(task.train):
+            raise ValueError(
+                f"a step takes {prompts} prompts ({config.completions_per_step} completions / num_generations "
+                f"{config.num_generations}), but task {task.name} has {len(task.train)}; lower "
+                "per_device_train_batch_size or gradient_accumulation_steps"
+            )
+        if config.beta != 0.0 and reference is None:
+            raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
+        self.config, self.model, self.tokenizer, self.task = config, model.eval(), tokenizer, task
+        self.sampler, self.reference = sampler, reference
+        self.optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad],
+            lr=config.learning_rate,
+            betas=(0.9, config.adam_beta2),
+            weight_decay=config.weight_decay,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, config)
+        )
+        self.batches = shuffled_batches(len(task.train), prompts, generator_for(config.seed, "data"))
+        self.sampling = generator_for(config.seed, "sampling")
+        self.steps_done = 0
+
+    def step(self) -> dict[str, float]:
+        """Generate, grade, learn: one pass of the loop. Returns its metrics."""
+        config, started = self.config, time.perf_counter()
+        examples = [self.task.train[i] for i in next(self.batches)]
+        seed = int(torch.randint(2**31, (), generator=self.sampling))
+        rollouts = collect(self.sampler, self.tokenizer, examples, config.num_generations, seed)
+        generated = time.perf_counter()
+        rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
+        rollouts = estimate_advantages(rollouts, config.scale_rewards)
+        if config.beta != 0.0:
+            size = config.per_device_train_batch_size
+            rollouts = score_reference(rollouts, self.reference, config.temperature, size)
+        learning = self.update(rollouts)
+        self.sampler.sync(self.model)
+        self.steps_done += 1
+        seconds = time.perf_counter() - started
+        return {
+            "step": self.steps_done,
+            **rollout_metrics(rollouts),
+            **learning,
+            "seconds": seconds,
+            "generation_share": (generated - started) / seconds,
+        }
+
+    def update(self, rollouts: Rollouts) -> dict[str, float]:
+        """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""
+        config = self.config
+        mask = loss_mask(rollouts, config.mask_truncated_completions)
+        weights = token_weights(mask, config.loss_type, config.max_completion_length)
+        pieces = list(micro_batches(rollouts, weights, config.per_device_train_batch_size))
+        summaries = []
+        for _ in range(config.num_iterations):
+            self.optimizer.zero_grad()
+            loss, passes = 0.0, []
+            for i, (piece, piece_weights) in enumerate(pieces):
+                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config)
+                piece_loss.backward()
+                pieces[i] = (piece, piece_weights)
+                passes.append((metrics, piece.mask))
+                loss += float(piece_loss)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+            require_finite("the gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
+            self.optimizer.step()
+            summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
+        rate = self.schedule.get_last_lr()[0]
+        self.schedule.step()
+        first = {name: summaries[0][name] for name in ("entropy", "ratio_error", "sampler_gap")}
+        return {**summaries[-1], **first, "learning_rate": rate}
+
+
+# %% [markdown]
+# Now build one by hand, as a user of the library would, and take a single step. Two numbers can be checked at once. The
+# ratios of the first pass are exactly 1. And the sampler's log-probs, computed token by token with a cache, agree with
+# the trainer's, computed in one pass over the whole sequence: a wrong shift, mask or temperature anywhere between
+# them would show here.
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, model = load_tokenizer(folder), load_policy(folder)
+task = load_task("arithmetic")
+sampler = TorchSampler(
+    model, stop_token_ids(tokenizer, model), tokenizer.pad_token_id, config.max_completion_length, config.temperature
+)
+trainer = Trainer(config, model, tokenizer, task, sampler)
+metrics = trainer.step()
+for name, value in metrics.items():
+    print(f"{name:22} {value:.4g}")
+assert metrics["ratio_error"] == 0.0
+assert metrics["sampler_gap"] < 1e-4
+
+# %% [markdown]
+# ## Measuring: pass@1 on problems nobody trained on
+#
+# The measure of a policy is the probability that *one* sampled answer is right, on held-out problems. We draw several
+# answers per problem and average. Answers to one problem are not independent of each other, so the 95 % interval comes
+# from the spread of the per-problem means: with $n$ problems of means $\bar R_j$ it is
+# $\pm 1.96\,\mathrm{sd}(\bar R_j)/\sqrt n$.
+
+
+# %% tags=["export"]
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more, with half_width its 95 %
+    interval over problems; reward: mean reward; well_formed: share of answers that finished and have the task's form;
+    samples: one dict per completion."""
+
+    pass_at_1: float
+    half_width: float
+    reward: float
+    well_formed: float
+    samples: list[dict]
+
+    def __str__(self) -> str:
+        return f"{self.pass_at_1:.3f} ± {self.half_width:.3f}"
+
+
+def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
+    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16)."""
+    config, task = trainer.config, trainer.task
+    examples = task.heldout[: config.num_eval_problems]
+    rollouts = collect(trainer.sampler, trainer.tokenizer, examples, config.num_eval_generations, seed)
+    rollouts = grade(rollouts, trainer.tokenizer, examples, task.reward)
+    texts = decode(trainer.tokenizer, rollouts)
+    passed = ((rollouts.rewards >= 1.0) & rollouts.graded).float().view(len(examples), -1).mean(1)
+    formed = [not cut and task.well_formed(text) for cut, text in zip(rollouts.truncated.tolist(), texts, strict=True)]
+    samples = [
+        {"prompt": examples[g].prompt, "completion": text, "reward": reward, "truncated": cut}
+        for g, text, reward, cut in zip(
+            rollouts.group.tolist(), texts, rollouts.rewards.tolist(), rollouts.truncated.tolist(), strict=True
+        )
+    ]
+    return Evaluation(
+        pass_at_1=float(passed.mean()),
+        half_width=1.96 * float(passed.std(correction=0)) / math.sqrt(len(examples)),
+        reward=rollout_metrics(rollouts)["reward"],
+        well_formed=sum(formed) / len(formed),
+        samples=samples,
+    )
+
+
+# %%
+before = evaluate(trainer)
+print(f"pass@1 after one step: {before}, well formed {before.well_formed:.3f}")
+
+# %% [markdown]
+# ## What a run leaves behind
+#
+# Metrics go to a JSON-lines file, one object per step, and to TensorBoard. The curves are drawn from the same records.
+
+
+# %% tags=["export:metrics"]
+class MetricsLog:
+    """Appends each step's metrics to ``metrics.jsonl`` and to TensorBoard events in ``folder`` (section 16)."""
+
+    def __init__(self, folder: Path):
+        self.records: list[dict[str, float]] = []
+        self._lines = (folder / "metrics.jsonl").open("a")
+        self._board = optional_import("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
+
+    def write(self, metrics: dict[str, float]) -> None:
+        self.records.append(metrics)
+        self._lines.write(json.dumps(metrics) + "\n")
+        self._lines.flush()
+        for name, value in metrics.items():
+            if name != "step":
+                self._board.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+
+def optional_import(module: str, extra: str):
+    """Import ``module``, or raise ImportError that names the extra which brings it (section 16)."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} is not installed; pip install 'lmrl[{extra}]'") from error
+
+
+# %% tags=["export:figures"]
+def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] | None = None) -> Figure:
+    """Six panels of a run's metrics against the step; ``held_out`` maps steps to pass@1, drawn as points."""
+    panels = [
+        ("reward", "reward (dots: held-out pass@1)", "reward"),
+        ("entropy", "entropy [nats per token]", "policy"),
+        ("completion_length", "length [tokens]", "policy"),
+        ("frac_reward_zero_std", "share of tied groups", "advantage"),
+        ("clip_fraction", "share of clipped tokens", "advantage"),
+        ("kl_ref" if "kl_ref" in records[0] else "kl_old", "KL [nats per token]", "reference"),
+    ]
+    figure, axes = new_figure(2, 3, height=4.2, sharex=True)
+    steps = [record["step"] for record in records]
+    for axis, (name, title, color) in zip(axes.flat, panels, strict=True):
+        values = [record[name] for record in records]
+        axis.plot(steps, values, color=COLORS[color], alpha=0.35, linewidth=0.8)
+        axis.plot(steps, running_mean(values), color=COLORS[color], linewidth=1.8)
+        axis.set_title(title, fontsize=9)
+        axis.set_ylim(bottom=0)
+    if held_out:
+        axes[0, 0].plot(list(held_out), list(held_out.values()), "o", color="black", markersize=5)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    return figure
+
+
+def running_mean(values: list[float], width: int = 15) -> list[float]:
+    """Mean of up to ``width`` latest values at each step."""
+    windows = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+# %% [markdown]
+# Ctrl-C should lose nothing. The first one lets the current step finish, then the run saves and leaves; a second
+# one leaves at once.
+
+
+# %% tags=["export"]
+class InterruptRequest:
+    """Context manager that turns the first SIGINT into ``requested = True`` instead of an exception (section 16)."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> "InterruptRequest":
+        self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_interrupt(self, *_) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._previous)
+        tqdm.write(
+            "interrupted: finishing this step, then saving (press Ctrl-C again to leave at once)", file=sys.stderr
+        )
+
+
+# %% [markdown]
+# The run itself: measure, make the folder, take steps under a progress bar, save, measure again. The folder is made only
+# after everything that can be wrong with the set-up has had its chance to fail, the reward function included.
+
+
+# %% tags=["export"]
+@dataclass(frozen=True)
+class RunResult:
+    """What `run` returns: the folder, held-out results before and after, and whether Ctrl-C ended it early."""
+
+    folder: Path
+    before: Evaluation
+    after: Evaluation
+    interrupted: bool
+
+
+def run(trainer: Trainer) -> RunResult:
+    """Train for ``config.max_steps`` steps and leave everything in the run's folder (section 16).
+
+    The folder gets config.json, metrics.jsonl, TensorBoard events, learning_curve.png, samples.jsonl and checkpoint/, a
+    Hugging Face folder. A step that fails leaves the last checkpoint as it was.
+    """
+    config = trainer.config
+    before = evaluate(trainer)
+    folder = new_run_folder(config)
+    (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    log = MetricsLog(folder)
+    with InterruptRequest() as interrupt, tqdm(total=config.max_steps, desc=folder.name, unit="step") as bar:
+        while trainer.steps_done < config.max_steps and not interrupt.requested:
+            metrics = trainer.step()
+            log.write(metrics)
+            bar.set_postfix(progress_fields(metrics), refresh=False)
+            bar.update()
+            if trainer.steps_done % config.save_steps == 0:
+                save_checkpoint(trainer, folder)
+        save_checkpoint(trainer, folder)
+    log.close()
+    after = evaluate(trainer)
+    write_samples(folder / "samples.jsonl", {"before": before, "after": after})
+    curve = learning_curve(log.records, {0: before.pass_at_1, trainer.steps_done: after.pass_at_1})
+    curve.savefig(folder / "learning_curve.png")
+    return RunResult(folder, before, after, interrupt.requested)
+
+
+# %% tags=["export"]
+def new_run_folder(config: TrainConfig) -> Path:
+    """Create and return the run's folder: ``config.name``, or the task and the next free number (section 16)."""
+    parent = Path(config.output_dir)
+    if config.name is not None:
+        folder = parent / config.name
+        if folder.exists():
+            raise FileExistsError(f"{folder} exists; choose another --name, or move it away")
+    else:
+        task = config.task.replace(":", "-")
+        folder = next(f for n in itertools.count(1) if not (f := parent / f"{task}-{n}").exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def save_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder ``checkpoint``, replacing the previous one only when it is complete."""
+    save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+
+
+def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
+    """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
+    rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def progress_fields(metrics: dict[str, float]) -> dict[str, str]:
+    """The metrics that the progress bar shows, short (section 16)."""
+    return {
+        "reward": f"{metrics['reward']:.2f}",
+        "len": f"{metrics['completion_length']:.1f}",
+        "H": f"{metrics['entropy']:.2f}",
+        "KL": f"{metrics.get('kl_ref', metrics['kl_old']):.1e}",
+        "clip": f"{metrics['clip_fraction']:.3f}",
+        "tied": f"{metrics['frac_reward_zero_std']:.2f}",
+        "gen": f"{metrics['generation_share']:.0%}",
+    }
+
+
+# %% [markdown]
+# ## A short run
+#
+# Twenty-five steps of 256 completions are enough to see the curves move; `make train` takes the same code to the end.
+
+# %%
+records = [metrics] + [trainer.step() for _ in range(config.max_steps - 1)]
+after = evaluate(trainer)
+print(f"held-out pass@1 {before} → {after}")
+show(
+    learning_curve(records, {1: before.pass_at_1, config.max_steps: after.pass_at_1}),
+    caption="The first steps of a run. Reward rises while entropy falls, and more groups become tied, which is "
+    "signal being used up.",
+    alt="Six panels against the training step: reward rising, entropy falling, length, share of tied groups rising, "
+    "share of clipped tokens and KL at zero because each batch is used once.",
+)
+assert max(record["ratio_error"] for record in records) == 0.0
+
+# %% [markdown]
+# ## The command line
+#
+# `lmrl train` builds the pieces from a `TrainConfig`, hands them to the trainer and prints where the results are. What
+# the user handed over wrongly becomes one line and exit code 2; a fault of ours keeps its traceback.
+
+
+# %% tags=["export:cli"]
+def build_trainer(config: TrainConfig) -> Trainer:
+    """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
+    if config.model == "tiny" and config.task != "arithmetic":
+        raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
+    task = load_task(config.task, seed=config.seed)
+    if config.reward is not None:
+        task = replace(task, reward=load_reward(config.reward))
+    path = warm_start_folder(config.seed) if config.model == "tiny" else resolve_model_path(config.model)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    tokenizer = load_tokenizer(path)
+    model = load_policy(path, dtype=config.dtype, device=device)
+    sampler = TorchSampler(
+        model,
+        stop_token_ids(tokenizer, model),
+        tokenizer.pad_token_id,
+        config.max_completion_length,
+        config.temperature,
+    )
+    reference = load_reference(model) if config.beta != 0.0 else None
+    return Trainer(config, model, tokenizer, task, sampler, reference)
+
+
+# %% tags=["export:cli"]
+def train(config: TrainConfig) -> int:
+    """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
+    trainer = build_trainer(config)
+    result = run(trainer)
+    step = f"after {trainer.steps_done} of {config.max_steps} steps"
+    print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
+    print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
+    print(f"mean reward: {result.before.reward:.3f} before, {result.after.reward:.3f} after")
+    print(f"peak memory: {peak_memory(trainer.model.device.type):.2f} GiB")
+    print(f"results: {result.folder}/ (learning_curve.png, metrics.jsonl, samples.jsonl, checkpoint/)")
+    return 130 if result.interrupted else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the command ``lmrl``; returns the exit code (section 16)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    transformers.utils.logging.disable_progress_bar()
+    if arguments[:1] != ["train"]:
+        print("usage: lmrl train [options]   (lmrl train --help lists them)", file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    try:
+        tyro = optional_import("tyro", "train")
+        return train(tyro.cli(TrainConfig, args=arguments[1:], prog="lmrl train"))
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+# %% [markdown]
+# **What is still missing.** The critic of PPO, resuming a run, a check of the set-up before it starts and the vLLM
+# engine are not here yet; later parts of this section and section 14 bring them. Section 17 leaves the single machine.
