@@ -1,0 +1,89 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmrl.batch import Rollouts, micro_batches, rollouts_from_samples
+from lmrl.loss import token_weights
+from lmrl.policy import Samples, length_mask, pad_left
+
+
+def rollouts_of(lengths, width=None):
+    """Rollouts whose completion ids number the cells, so that a misplaced one shows."""
+    width = width or max(lengths)
+    rows = len(lengths)
+    prompt_ids, prompt_mask = pad_left([[7] * (1 + i % 3) for i in range(rows)], 0)
+    samples = Samples(
+        ids=torch.arange(rows * width).view(rows, width),
+        logprobs=-torch.arange(rows * width).view(rows, width).float(),
+        lengths=torch.tensor(lengths),
+        truncated=torch.tensor(lengths) == width,
+    )
+    return rollouts_from_samples(prompt_ids, prompt_mask, torch.arange(rows) // 2, samples)
+
+
+def test_mask_comes_from_lengths_not_from_ids():
+    eos = pad = 2
+    samples = Samples(
+        ids=torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2]]),
+        logprobs=torch.zeros(3, 5),
+        lengths=torch.tensor([3, 5, 1]),
+        truncated=torch.tensor([False, True, False]),
+    )
+    prompt_ids, prompt_mask = pad_left([[eos, 4], [4], [3]], pad)
+    rollouts = rollouts_from_samples(prompt_ids, prompt_mask, torch.arange(3), samples)
+    assert rollouts.mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    assert rollouts.truncated.tolist() == [False, True, False]
+
+
+def test_rollouts_are_trimmed_to_the_longest_completion():
+    assert rollouts_of([1, 2], width=6).completion_ids.shape == (2, 2)
+
+
+def test_wrong_shapes_are_refused():
+    rollouts = rollouts_of([2, 3])
+    with pytest.raises(ValueError, match=r"advantages has shape \(2,\)"):
+        replace(rollouts, advantages=torch.zeros(2))
+
+
+def test_select_and_trim_touch_every_known_field():
+    rollouts = replace(rollouts_of([1, 4, 2]), advantages=torch.rand(3, 4), rewards=torch.rand(3))
+    part = rollouts.select(torch.tensor([2, 0])).trim(2)
+    assert len(part) == 2 and part.ref_logprobs is None
+    for name, value in part.per_token().items():
+        assert torch.equal(value, getattr(rollouts, name)[[2, 0], :2])
+    assert torch.equal(part.rewards, rollouts.rewards[[2, 0]])
+    assert torch.equal(part.prompt_ids, rollouts.prompt_ids[[2, 0]])
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=9), st.integers(1, 10), st.sampled_from(["grpo", "dapo"]))
+@settings(max_examples=50, deadline=None)
+def test_micro_batches_hold_every_token_once_with_its_weight(lengths, size, loss_type):
+    rollouts = rollouts_of(lengths)
+    weights = token_weights(rollouts.mask, loss_type, 7)
+    seen = {}
+    for piece, piece_weights in micro_batches(rollouts, weights, size):
+        assert len(piece) <= size and piece.mask.any(0).all()
+        for cell, weight in zip(piece.completion_ids[piece.mask].tolist(), piece_weights[piece.mask], strict=True):
+            assert cell not in seen
+            seen[cell] = float(weight)
+    expected = dict(zip(rollouts.completion_ids[rollouts.mask].tolist(), weights[rollouts.mask].tolist(), strict=True))
+    assert seen == expected
+
+
+def test_micro_batches_keep_holes_and_empty_rows():
+    rollouts = rollouts_of([4, 4, 4])
+    mask = torch.tensor([[True, False, True, False], [False] * 4, [False] * 4])
+    rollouts = replace(rollouts, mask=mask)
+    first, rest = micro_batches(rollouts, mask.float(), 2), None
+    (piece, weights), (empty, _) = first
+    assert piece.mask.shape == (2, 3) and weights.sum() == 2
+    assert rest is None and empty.mask.shape == (1, 0)
+
+
+def test_length_mask_matches_the_rollouts():
+    rollouts = rollouts_of([3, 1])
+    assert torch.equal(rollouts.mask, length_mask(torch.tensor([3, 1]), 3))
+    assert isinstance(rollouts, Rollouts)
