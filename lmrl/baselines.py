@@ -21,7 +21,7 @@ def subtract_baseline(
 ) -> torch.Tensor:
     """rewards [B] minus a baseline, a number or [B]; 0 where `graded` [B] is False. At least float32. Section 6."""
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    return rewards - baseline if graded is None else torch.where(graded, rewards - baseline, 0.0)
+    return (rewards if graded is None else torch.where(graded, rewards, baseline)) - baseline
 
 
 def optimal_baseline(

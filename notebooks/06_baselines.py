@@ -60,7 +60,7 @@ def subtract_baseline(
 ) -> torch.Tensor:
     """rewards [B] minus a baseline, a number or [B]; 0 where `graded` [B] is False. At least float32. Section 6."""
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    return rewards - baseline if graded is None else torch.where(graded, rewards - baseline, 0.0)
+    return (rewards if graded is None else torch.where(graded, rewards, baseline)) - baseline
 
 
 # %%
@@ -131,7 +131,7 @@ assert mean.abs().max() < 1e-10 < gradient.norm()
 #
 # $$\mathrm{Var}(b) = \mathbb{E}\big[(R - b)^2 \|s\|^2\big] - \|\nabla J\|^2
 # = \mathbb{E}\big[R^2 \|s\|^2\big] - 2b\, \mathbb{E}\big[R \|s\|^2\big] + b^2\, \mathbb{E}\big[\|s\|^2\big]
-# - \|\nabla J\|^2. \tag{6.2}$$
+# {} - \|\nabla J\|^2. \tag{6.2}$$
 #
 # This is a parabola in $b$. Its lowest point is a weighted mean of the rewards, where long score vectors count for more:
 #
@@ -337,8 +337,11 @@ def leave_one_out_advantages(
 
 # %% [markdown]
 # GRPO, the algorithm that this course ends up training with, also divides by the group's standard deviation, so that the
-# weights have the same size whatever units the reward is in. We divide by the population standard deviation, $\sqrt{\tfrac1G \sum_i (R_i
-# - \bar R)^2}$; others divide by $G - 1$ inside the root, which makes all weights smaller by $\sqrt{(G-1)/G}$.
+# weights have the same size whatever units the reward is in. We divide by the population standard deviation,
+#
+# $$\sigma = \sqrt{\frac1G \sum_{i=1}^G (R_i - \bar R)^2}.$$
+#
+# Others have $G - 1$ in the place of $G$, which makes all weights smaller by a factor $\sqrt{(G-1)/G}$.
 
 
 # %% tags=["export"]
