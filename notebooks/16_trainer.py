@@ -51,7 +51,7 @@ from lmrl.baselines import group_advantages
 from lmrl.batch import Rollouts, micro_batches
 from lmrl.figures.style import COLORS, new_figure, show
 from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
-from lmrl.models import load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
+from lmrl.models import disable_dropout, load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
 from lmrl.policy import (
     completion_logits,
     completion_texts,
@@ -180,6 +180,12 @@ def check_config(config: "TrainConfig") -> None:
             f"{config.per_device_train_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}), "
             f"which num_generations {config.num_generations} does not divide; change one of them"
         )
+    if not 0 < config.epsilon < 1:
+        raise ValueError(f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1")
+    if config.epsilon_high is not None and not config.epsilon_high > 0:
+        raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
+    if not config.beta >= 0:
+        raise ValueError(f"beta is {config.beta}; a penalty's strength is 0 or more")
     choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
     choices |= {"dtype": ("float32", "bfloat16")}
     for name, allowed in choices.items():
@@ -423,7 +429,7 @@ class Trainer:
             )
         if config.beta != 0.0 and reference is None:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
-        self.config, self.model, self.tokenizer, self.task = config, model.eval(), tokenizer, task
+        self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         self.sampler, self.reference = sampler, reference
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lmrl.cli import main
+from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
+
+QUICK = ["--max-steps", "2", "--per-device-train-batch-size", "32", "--num-eval-problems", "16"]
+
+
+def run_cli(tmp_path, capsys, *options):
+    code = main(["train", "--output-dir", str(tmp_path / "runs"), *QUICK, *options])
+    return code, *capsys.readouterr()
+
+
+def assert_refused(code, err, tmp_path, *words):
+    lines = [line for line in err.splitlines() if line.startswith("lmrl: ")]
+    assert code == 2 and len(lines) == 1, err
+    for word in words:
+        assert word in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_prints_before_and_after_and_where_the_results_are(tmp_path, capsys):
+    code, out, err = run_cli(tmp_path, capsys, "--name", "r")
+    assert code == 0
+    assert "pass@1 on held-out problems: " in out and "well-formed answers" in out and "peak memory" in out
+    assert f"{tmp_path / 'runs' / 'r'}/" in out
+    assert "reward=" in err and "gen=" in err  # the progress bar
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "r" / "checkpoint")
+
+
+def test_training_continues_from_a_folder(tmp_path, capsys):
+    code, out, _ = run_cli(tmp_path, capsys, "--model", str(warm_start_folder(0)), "--beta", "0.01")
+    assert code == 0
+    metrics = (tmp_path / "runs" / "arithmetic-1" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[0])["kl_ref"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_own_reward_function(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompts, completions, **columns):\n    return [0.25] * len(completions)\n")
+    code, out, _ = run_cli(tmp_path, capsys, "--reward", f"{file}:score")
+    assert code == 0 and "mean reward: 0.250 before, 0.250 after" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "arithmetics"], ["arithmetics", "arithmetic"]),
+        (["--task", "reasoning_gym:chain_sums", "--model", "MODEL"], ["chain_sums", "chain_sum"]),
+        (["--task", "reasoning_gym:chain_sum"], ["tiny", "--model"]),
+        (["--model", "no/such/folder"], ["no/such/folder"]),
+        (["--num-generations", "5"], ["32", "5", "does not divide"]),
+        (["--max-steps", "0"], ["max_steps is 0"]),
+        (["--reward", "nowhere.py:score"], ["nowhere.py"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(options, words, tmp_path, capsys):
+    options = [str(warm_start_folder(0)) if option == "MODEL" else option for option in options]
+    code, _, err = run_cli(tmp_path, capsys, *options)
+    assert_refused(code, err, tmp_path, *words)
+
+
+def save(folder, model=True, **specials):
+    tokenizer = build_tokenizer()
+    for name, value in specials.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(folder)
+    if model:
+        build_policy(build_tokenizer()).save_pretrained(folder)
+
+
+def test_a_folder_without_weights(tmp_path, capsys):
+    save(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    assert_refused(*run_cli(tmp_path, capsys, "--model", str(tmp_path / "m"))[::2], tmp_path, "weights")
+
+
+@pytest.mark.parametrize("missing", ["pad_token", "eos_token"])
+def test_a_tokenizer_without_pad_or_eos(missing, tmp_path, capsys):
+    save(tmp_path / "m", **{missing: None})
+    code, _, err = run_cli(tmp_path, capsys, "--model", str(tmp_path / "m"))
+    assert_refused(code, err, tmp_path, missing.split("_")[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise KeyError('truth')", ["KeyError", "truth"]),
+        ("return [1.0]", ["1", "64"]),
+        ("return ['good'] * len(completions)", ["good"]),
+        ("return [float('nan')] * len(completions)", ["nan"]),
+    ],
+)
+def test_a_faulty_reward_function(body, words, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def score(prompts, completions, **columns):\n    {body}\n")
+    code, _, err = run_cli(tmp_path, capsys, "--reward", f"{file}:score")
+    assert_refused(code, err, tmp_path, "score", *words)
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"]])
+def test_without_a_command_it_says_how(arguments, capsys):
+    assert main(arguments) == 2
+    assert "usage: lmrl train" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--learning-rat", "1"])
+    assert stop.value.code == 2 and "learning-rat" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+from dataclasses import fields
+
+import pytest
+
+from lmrl.config import TrainConfig
+
+
+def test_defaults_are_valid_and_make_whole_groups():
+    config = TrainConfig()
+    assert config.completions_per_step % config.num_generations == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"num_generations": 1}, "num_generations is 1.*at least 2"),
+        ({"per_device_train_batch_size": 10, "num_generations": 4}, "10 completions.*num_generations 4 does not divide"),
+        ({"loss_type": "mean"}, "loss_type is 'mean'; choose one of grpo, dapo, dr_grpo"),
+        ({"scale_rewards": "batch"}, "scale_rewards is 'batch'"),
+        ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type is 'cosine'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"epsilon": 0.0}, "epsilon is 0.0"),
+        ({"epsilon_high": -0.1}, "epsilon_high is -0.1"),
+        ({"beta": -1.0}, "beta is -1.0"),
+    ],
+)
+def test_impossible_settings_say_what_and_how(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**settings)
+
+
+def test_accumulation_counts_towards_the_groups():
+    assert TrainConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2).completions_per_step == 8
+
+
+def test_every_setting_has_a_help_text():
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(TrainConfig)).body[0].body
+    documented = {
+        node.target.id
+        for node, following in zip(body, body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+    assert documented == {field.name for field in fields(TrainConfig)}

@@ -1,0 +1,407 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lmrl.trainer as trainer_module
+from lmrl.config import TrainConfig
+from lmrl.loss import LOSS_TYPES
+from lmrl.policy import build_policy, build_tokenizer, is_number
+from lmrl.rewards import RewardError
+from lmrl.rollout import TorchSampler
+from lmrl.tasks import Example, Task
+from lmrl.trainer import (
+    Trainer,
+    collect,
+    estimate_advantages,
+    evaluate,
+    generator_for,
+    grade,
+    learning_rate_factor,
+    loss_mask,
+    run,
+    shuffled_batches,
+)
+
+SMALL = TrainConfig(
+    max_steps=6,
+    per_device_train_batch_size=32,
+    num_generations=4,
+    max_completion_length=5,
+    num_eval_problems=8,
+    num_eval_generations=2,
+    learning_rate=1e-3,
+    warmup_steps=0,
+    save_steps=4,
+)
+
+
+def count_sevens(prompts, completions, **columns):
+    return [float(completion.count("7")) for completion in completions]
+
+
+def always_tied(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def not_gradable(prompts, completions, **columns):
+    return [None] * len(completions)
+
+
+def examples(count=20):
+    return [Example(f"{i}+{i}=", {"answer": str(2 * i)}) for i in range(count)]
+
+
+def make_trainer(config=SMALL, reward=count_sevens, model_seed=0, dtype=torch.float32, dropout=0.0):
+    tokenizer = build_tokenizer()
+    model = build_policy(tokenizer, seed=model_seed).to(dtype)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = dropout
+    task = Task("sevens", examples(), examples(), reward, is_number)
+    sampler = TorchSampler(
+        model, [tokenizer.eos_token_id], tokenizer.pad_token_id, config.max_completion_length, config.temperature
+    )
+    reference = build_policy(tokenizer, seed=model_seed).to(dtype) if config.beta else None
+    return Trainer(config, model, tokenizer, task, sampler, reference)
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def rollouts_of(trainer, seed=0):
+    chosen = trainer.task.train[:8]
+    rollouts = collect(trainer.sampler, trainer.tokenizer, chosen, 4, seed)
+    return estimate_advantages(grade(rollouts, trainer.tokenizer, chosen, trainer.task.reward), "group")
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_what_the_reward_says():
+    trainer = make_trainer(replace(SMALL, max_steps=40, per_device_train_batch_size=64, learning_rate=3e-3))
+    rewards = [trainer.step()["reward"] for _ in range(40)]
+    assert sum(rewards[:5]) / 5 < 0.6 and sum(rewards[-5:]) / 5 > 1.5
+
+
+def test_first_ratios_are_exactly_one_and_the_sampler_agrees():
+    trainer = make_trainer()
+    for _ in range(3):
+        metrics = trainer.step()
+        assert metrics["ratio_error"] == 0.0
+        assert metrics["clip_fraction"] == 0.0 and metrics["kl_old"] == 0.0
+        assert metrics["sampler_gap"] < 1e-4
+
+
+def test_dropout_is_off_while_scoring():
+    trainer = make_trainer(replace(SMALL, beta=0.1), dropout=0.5)
+    trainer.model.train()
+    trainer = Trainer(
+        trainer.config, trainer.model, trainer.tokenizer, trainer.task, trainer.sampler, trainer.reference
+    )
+    metrics = trainer.step()
+    assert metrics["ratio_error"] == 0.0 and metrics["sampler_gap"] < 1e-4
+    assert metrics["kl_ref"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_separate_scoring_pass_gives_the_old_logprobs_to_the_last_bit():
+    """The alias is not a shortcut: scoring once more before the update gives exactly ratio 1 as well."""
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    scored = trainer_module.score_reference(rollouts, trainer.model, 1.0, 32)
+    metrics = trainer.update(replace(rollouts, old_logprobs=scored.ref_logprobs))
+    assert metrics["ratio_error"] == 0.0
+
+
+def test_second_pass_over_a_batch_has_other_ratios_and_the_same_old_logprobs(monkeypatch):
+    seen = []
+    original = trainer_module.policy_loss
+
+    def spy(logprobs, old_logprobs, *args, **kwargs):
+        seen.append((logprobs.detach().clone(), old_logprobs.clone()))
+        return original(logprobs, old_logprobs, *args, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "policy_loss", spy)
+    trainer = make_trainer(replace(SMALL, num_iterations=3))
+    metrics = trainer.step()
+    assert len(seen) == 3 and all(torch.equal(old, seen[0][1]) for _, old in seen)
+    assert not torch.equal(seen[1][0], seen[0][0])
+    assert metrics["ratio_error"] == 0.0 and metrics["kl_old"] > 0.0
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_accumulation_changes_nothing(loss_type, beta):
+    """Micro-batches of 32, 16, 8 and 5 rows of one step, ragged lengths, a last short one: the same parameters."""
+    results = {}
+    for size in (32, 16, 8, 5):
+        trainer = make_trainer(replace(SMALL, loss_type=loss_type, beta=beta), dtype=torch.float64)
+        rollouts = rollouts_of(trainer)
+        trainer.config = replace(trainer.config, per_device_train_batch_size=size, num_generations=size)
+        if beta:
+            rollouts = trainer_module.score_reference(rollouts, trainer.reference, 1.0, size)
+        assert rollouts.mask.sum(1).unique().numel() > 1
+        metrics = trainer.update(rollouts)
+        results[size] = (parameters(trainer), metrics)
+    for size in (16, 8, 5):
+        assert torch.allclose(results[size][0], results[32][0], atol=1e-9)
+        for name in ("loss", "entropy", "grad_norm"):
+            assert results[size][1][name] == pytest.approx(results[32][1][name], rel=1e-6, abs=1e-9)
+
+
+def test_tied_groups_leave_the_weights_bit_identical():
+    trainer = make_trainer(reward=always_tied)
+    before = parameters(trainer)
+    metrics = trainer.step()
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_nothing_gradable_leaves_the_weights_and_finite_metrics():
+    trainer = make_trainer(reward=not_gradable)
+    before = parameters(trainer)
+    metrics = trainer.step()
+    assert metrics["ungraded"] == 1.0
+    assert all(value == value and abs(value) < float("inf") for value in metrics.values())
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_ungraded_completions_leave_the_loss():
+    """Other ids in an ungraded row: the same update."""
+    results = []
+    for filler in (3, 9):
+        trainer = make_trainer(dtype=torch.float64)
+        rollouts = rollouts_of(trainer)
+        graded = torch.arange(len(rollouts)) % 4 != 0
+        ids = torch.where(graded[:, None], rollouts.completion_ids, filler)
+        trainer.update(replace(rollouts, graded=graded, completion_ids=ids))
+        results.append(parameters(trainer))
+    assert torch.equal(*results)
+
+
+def test_masking_truncated_completions():
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    assert rollouts.truncated.any() and not rollouts.truncated.all()
+    assert torch.equal(loss_mask(rollouts, False), rollouts.mask)
+    kept = loss_mask(rollouts, True)
+    assert not kept[rollouts.truncated].any()
+    assert torch.equal(kept[~rollouts.truncated], rollouts.mask[~rollouts.truncated])
+
+
+def test_every_completion_truncated_and_masked_is_a_zero_step():
+    trainer = make_trainer(replace(SMALL, mask_truncated_completions=True))
+    rollouts = rollouts_of(trainer)
+    before = parameters(trainer)
+    metrics = trainer.update(replace(rollouts, truncated=torch.ones_like(rollouts.truncated)))
+    assert metrics["loss"] == 0.0 and metrics["grad_norm"] == 0.0
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_the_eos_token_is_trained():
+    """Rewarding short answers makes the policy stop sooner, which it cannot learn if the EOS is masked."""
+
+    def prefer_short(prompts, completions, **columns):
+        return [-float(len(completion)) for completion in completions]
+
+    trainer = make_trainer(replace(SMALL, max_steps=40, per_device_train_batch_size=64), reward=prefer_short)
+    lengths = [trainer.step()["completion_length"] for _ in range(40)]
+    assert sum(lengths[:3]) / 3 > 3.5 and sum(lengths[-3:]) / 3 < 2.0
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_temperature_is_on_both_sides(temperature):
+    trainer = make_trainer(replace(SMALL, temperature=temperature))
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(20)
+    assert trainer.step()["sampler_gap"] < 1e-3
+    one_sided = make_trainer(replace(SMALL, temperature=0.6))
+    with torch.no_grad():
+        one_sided.model.lm_head.weight.mul_(20)
+    one_sided.sampler = replace(one_sided.sampler, temperature=1.0)
+    assert one_sided.step()["sampler_gap"] > 0.1
+
+
+def test_a_nan_in_the_weights_raises_and_says_where():
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[3] = float("nan")
+    with pytest.raises(FloatingPointError, match="log-probs: .* tokens are not finite; lower learning_rate"):
+        trainer.update(rollouts)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    before = parameters(trainer)
+    advantages = rollouts.advantages.clone()
+    advantages[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match="the gradient"):
+        trainer.update(replace(rollouts, advantages=advantages))
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_groups_survive_a_shuffle_of_the_rows():
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(0))
+    shuffled = estimate_advantages(rollouts.select(order), "group")
+    assert torch.allclose(shuffled.advantages, rollouts.advantages[order], atol=1e-6)
+
+
+# --- the loop's parts -------------------------------------------------------------------------------------------------
+
+
+def test_batches_visit_every_prompt_once_per_pass():
+    batches = shuffled_batches(10, 4, torch.Generator().manual_seed(0))
+    stream = [i for _ in range(5) for i in next(batches)]
+    assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10)) and stream[:10] != stream[10:]
+
+
+def test_generators_differ_by_purpose_and_seed():
+    draws = {
+        (seed, purpose): float(torch.rand((), generator=generator_for(seed, purpose)))
+        for seed in (0, 1)
+        for purpose in ("data", "sampling")
+    }
+    assert len(set(draws.values())) == 4
+    assert draws[0, "data"] == float(torch.rand((), generator=generator_for(0, "data")))
+
+
+def test_learning_rate_schedule():
+    config = TrainConfig(max_steps=10, warmup_steps=2)
+    assert [learning_rate_factor(s, config) for s in (0, 1, 5, 9)] == pytest.approx([0.5, 0.9, 0.5, 0.1])
+    constant = replace(config, lr_scheduler_type="constant", warmup_steps=0)
+    assert [learning_rate_factor(s, constant) for s in (0, 9)] == [1.0, 1.0]
+
+
+def test_too_few_prompts_names_both_numbers():
+    with pytest.raises(ValueError, match="a step takes 24 prompts .* has 20"):
+        make_trainer(replace(SMALL, per_device_train_batch_size=96))
+
+
+def test_beta_without_a_reference_is_refused():
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="beta is 0.1, which needs a reference"):
+        Trainer(replace(SMALL, beta=0.1), trainer.model, trainer.tokenizer, trainer.task, trainer.sampler)
+
+
+def test_the_kl_to_the_reference_starts_at_zero_and_grows():
+    trainer = make_trainer(replace(SMALL, beta=0.01))
+    kl = [trainer.step()["kl_ref"] for _ in range(4)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9) and kl[-1] > 1e-6
+    assert all(p.grad is None for p in trainer.reference.parameters())
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, second = ([make_trainer().step() for _ in range(1)] for _ in range(2))
+    for name in ("reward", "loss", "grad_norm", "entropy"):
+        assert first[0][name] == second[0][name]
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_what_it_promises(tmp_path):
+    trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path), name="r"))
+    result = run(trainer)
+    assert result.folder == tmp_path / "r" and not result.interrupted
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for name in ("reward", "completion_length", "entropy", "kl_old", "clip_fraction", "frac_reward_zero_std"):
+        assert name in lines[0]
+    assert 0 < lines[0]["generation_share"] < 1
+    assert json.loads((result.folder / "config.json").read_text())["num_generations"] == 4
+    assert (result.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list(result.folder.glob("events.out.tfevents*"))
+    samples = [json.loads(line) for line in (result.folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 2 * 8 * 2 and {row["when"] for row in samples} == {"before", "after"}
+    model = AutoModelForCausalLM.from_pretrained(result.folder / "checkpoint")
+    assert torch.equal(model.lm_head.weight, trainer.model.lm_head.weight)
+    tokenizer = AutoTokenizer.from_pretrained(result.folder / "checkpoint")
+    assert tokenizer("1+2=").input_ids == trainer.tokenizer("1+2=").input_ids
+
+
+def test_runs_do_not_overwrite_each_other(tmp_path):
+    config = replace(SMALL, max_steps=1, output_dir=str(tmp_path))
+    folders = [run(make_trainer(config)).folder.name for _ in range(2)]
+    assert folders == ["arithmetic-1", "arithmetic-2"]
+    named = replace(config, name="arithmetic-1")
+    with pytest.raises(FileExistsError, match="choose another --name"):
+        run(make_trainer(named))
+
+
+def test_a_reward_that_fails_at_once_leaves_no_folder(tmp_path):
+    def broken(prompts, completions, **columns):
+        raise KeyError("answer_key")
+
+    trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path / "runs")), reward=broken)
+    with pytest.raises(RewardError, match="answer_key"):
+        run(trainer)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tmp_path):
+    calls = []
+
+    def breaks_later(prompts, completions, **columns):
+        calls.append(1)
+        if len(calls) == 7:  # the evaluation, then step 6
+            return [0.0]
+        return count_sevens(prompts, completions)
+
+    trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path), name="r", save_steps=2), reward=breaks_later)
+    with pytest.raises(RewardError):
+        run(trainer)
+    assert json.loads((tmp_path / "r" / "checkpoint" / "lmrl.json").read_text())["step"] >= 4
+    AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "checkpoint")
+
+
+def test_ctrl_c_saves_before_it_leaves(tmp_path):
+    program = "from lmrl.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program, "train", "--name", "r", "--output-dir", str(tmp_path)]
+    command += ["--max-steps", "100000", "--save-steps", "100000", "--num-eval-problems", "8"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    deadline = time.time() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.time() < deadline, process.communicate()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "interrupted" in err and "checkpoint/" in out
+    steps = metrics.read_text().count("\n")
+    assert json.loads((tmp_path / "r" / "checkpoint" / "lmrl.json").read_text()) == {"step": steps}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "checkpoint")
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_counts_full_marks_and_well_formed_answers():
+    def half(prompts, completions, **columns):
+        return [1.0 if i % 2 == 0 else 0.5 for i in range(len(completions))]
+
+    trainer = make_trainer(reward=half)
+    result = evaluate(trainer)
+    assert result.pass_at_1 == 0.5 and result.half_width == 0.0 and result.reward == 0.75
+    formed = [not row["truncated"] and is_number(row["completion"]) for row in result.samples]
+    assert result.well_formed == sum(formed) / 16
+
+
+def test_evaluation_interval_is_over_problems():
+    def by_problem(prompts, completions, **columns):
+        return [float(int(prompt.split("+")[0]) % 2) for prompt in prompts]
+
+    result = evaluate(make_trainer(reward=by_problem))
+    assert result.pass_at_1 == 0.5
+    assert result.half_width == pytest.approx(1.96 * 0.5 / 8**0.5)
