@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 PIP_INSTALL := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
-export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/lab
+export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/lab$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
 
 .PHONY: help train lab test export check
 help:
@@ -16,7 +16,7 @@ train: .venv/.train
 	.venv/bin/lmrl train $(ARGS)
 
 lab: .venv/.course
-	.venv/bin/jupyter lab $(ARGS)
+	.venv/bin/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 test: .venv/.test .venv/.vllm
 	.venv/bin/python tools/export.py --check
