@@ -190,7 +190,10 @@ ERRORS = {
         cell("def leaf(): return forest(0)", 'tags=["export:grow"]'),
         "the modules grow, tree import each other in a circle",
     ),
-    "undefined name": (cell("def lost(): return nowhere", EXPORT), "lmrl/tree.py: Undefined name `nowhere`"),
+    "undefined name": (
+        cell("def lost(): return nowhere", EXPORT),
+        "cell 4 (`def lost(): return nowhere`): nothing exported or imported by the first cell defines `nowhere`",
+    ),
 }
 
 

@@ -240,7 +240,7 @@ def file_of(module):
 
 
 def tidy(sources, root):
-    """Modules → (text without unused imports, sorted and formatted; names that it uses but nothing defines)."""
+    """Module → (text without unused imports, sorted and formatted; a name that it uses and nothing defines, or None)."""
 
     def ruff(*arguments):
         command = [sys.executable, "-m", "ruff", *arguments, "--config", root / "pyproject.toml", "--quiet", "lmrl"]
@@ -256,7 +256,7 @@ def tidy(sources, root):
         if formatted.returncode:
             raise RuntimeError(formatted.stderr)
         undefined = json.loads(ruff("check", "--no-cache", "--select", "F821", "--output-format", "json").stdout)
-        missing = {Path(item["filename"]).resolve(): item["message"] for item in undefined}
+        missing = {Path(item["filename"]).resolve(): item["message"].split("`")[1] for item in undefined}
         return {module: (path.read_text(), missing.get(path)) for module, path in paths.items()}
 
 
@@ -266,9 +266,8 @@ def check_modules(notebook, tidied):
     for module in notebook.modules:
         text, missing = tidied[module]
         if missing:
-            raise ExportError(
-                f"{notebook.path}: {file_of(module)}: {missing}: import it in the first cell or export it"
-            )
+            cell = next(c for c in notebook.modules[module] if re.search(rf"\b{missing}\b", c.source))
+            raise ExportError(f"{cell.where}: nothing exported or imported by the first cell defines `{missing}`")
         siblings[module] = set(Cell("", text, ast.parse(text), module, set()).imports) & set(notebook.modules)
     while siblings:
         leaves = [module for module, imported in siblings.items() if not imported & set(siblings)]
@@ -280,7 +279,7 @@ def check_modules(notebook, tidied):
 
 def export(root=ROOT, check=False):
     """Export all notebooks under root; returns the lines to print, none if all is well."""
-    errors, notebooks, owners, exported = [], [], {}, {}
+    errors, owners, exported = [], {}, {}
 
     def keep(items, step):
         kept = []
