@@ -31,14 +31,17 @@
 # %%
 import hashlib
 import inspect
+import io
 import json
 import os
 import random
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ipywidgets as widgets
 import torch
 import transformers
 from IPython.display import Markdown, display
@@ -89,6 +92,24 @@ def show(figure: Figure, caption: str, alt: str) -> None:
     """Display ``figure`` in a notebook with alternative text, and its caption below it."""
     display(figure, metadata={"image/png": {"alt": alt}})
     display(Markdown(f"*{caption}*"))
+
+
+def explore(draw: Callable[..., Figure], **controls: widgets.Widget) -> None:
+    """Show ``draw(**values)`` below ipywidgets ``controls`` and draw it again whenever one of them changes.
+
+    ``controls`` are widgets with a ``value``, one for each argument of ``draw``. The picture is replaced in place.
+    """
+    picture = widgets.Image(format="png")
+
+    def update(_=None):
+        png = io.BytesIO()
+        draw(**{name: control.value for name, control in controls.items()}).savefig(png, dpi=110)
+        picture.value = png.getvalue()
+
+    for control in controls.values():
+        control.observe(update, names="value")
+    update()
+    display(widgets.VBox([*controls.values(), picture]))
 
 
 # %% [markdown]
