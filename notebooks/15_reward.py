@@ -1,0 +1,549 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 15. What we have not asked yet
+#
+# **The question.** Every equation of this course takes $R(x, y)$, the reward of answer $y$ to prompt $x$, as given. Where
+# does it come from?
+#
+# Sometimes somebody can write it down. The sum of two numbers, a proof that a checker accepts, code that passes its
+# tests: there $R$ is a program, a **verifier**, and it means what it says. For "is this a good answer?" there is no
+# program, only people who prefer one answer to another; a network can be fitted to their choices, and then $R$ has errors
+# that the policy will find. This section's first half, which is all that is here today, is about the first kind: what a
+# reward function looks like, what it may say, and how prompts and verifiers become a task.
+
+# %%
+import ast
+import difflib
+import importlib.util
+import math
+import numbers
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from matplotlib.colors import LinearSegmentedColormap
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmrl.baselines import group_advantages
+from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.policy import (
+    addition_problems,
+    addition_reward,
+    completion_texts,
+    is_number,
+    pad_left,
+    sample,
+    warm_start_folder,
+)
+
+transformers.utils.logging.disable_progress_bar()
+
+# %% [markdown]
+# ## A reward function
+#
+# A reward function reads texts and returns numbers. It never sees $\theta$, so nothing is differentiated through it: it
+# may call a compiler, a checker or a colleague. Its signature is the one that TRL uses, so that a function written for
+# one trainer serves the other:
+#
+# ```python
+# def reward(prompts, completions, **columns) -> list[float | None]
+# ```
+#
+# All arguments are lists of length $B$, one entry per completion. The columns are what the task knows about each
+# prompt: the right answer, for example.
+
+
+# %% tags=["export"]
+RewardFunction = Callable[..., list[float | None]]
+
+
+class RewardError(ValueError):
+    """A reward function that raised, or returned something else than one number or None per completion (section 15)."""
+
+
+# %% [markdown]
+# Here are eight answers of section 1's policy to one prompt, and four programs that could be called a verifier. They do
+# not agree, and the policy will learn whichever it is given. The second is content with part of the digits. The third is
+# content with any number: a *format* reward, which alone teaches nothing about addition. The fourth measures how far off
+# the answer is, and for a text that is not a number it can say nothing.
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+train, heldout = addition_problems()
+problem = next(p for p in heldout if len(p.answer) == 3)
+samples = sample(
+    model,
+    *pad_left([tokenizer(problem.prompt).input_ids] * 256, tokenizer.pad_token_id),
+    max_new_tokens=4,
+    stop_ids=[tokenizer.eos_token_id],
+    temperature=1.5,
+    generator=torch.Generator().manual_seed(0),
+)
+texts = completion_texts(tokenizer, samples.ids, samples.lengths, samples.truncated)
+different = sorted(set(texts), key=lambda text: (is_number(text), texts.count(text)), reverse=True)
+shown = [*different[:5], *[text for text in different if not is_number(text)][:3]]
+verifiers = {
+    "exactly right": lambda text: addition_reward([], [text], answer=[problem.answer])[0],
+    "share of digits": lambda text: sum(a == b for a, b in zip(text, problem.answer)) / max(len(text), 3),
+    "is a number": lambda text: float(is_number(text)),
+    "closeness": lambda text: max(0.0, 1 - abs(int(text) - int(problem.answer)) / 10) if is_number(text) else None,
+}
+scores = {name: [verifier(text) for text in shown] for name, verifier in verifiers.items()}
+
+
+# %% tags=["export:figures"]
+def verdicts(completions: list[str], scores: dict[str, list[float | None]]):
+    """A row per completion, a column per reward function: the darker the higher the reward."""
+    figure, axes = new_figure(height=3.6)
+    values = [
+        [math.nan if column[row] is None else column[row] for column in scores.values()]
+        for row in range(len(completions))
+    ]
+    shades = LinearSegmentedColormap.from_list("reward", ["white", COLORS["reward"]])
+    axes.imshow(values, cmap=shades, vmin=0, vmax=1, aspect="auto")
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            text = "None" if math.isnan(value) else f"{value:.2f}"
+            axes.text(column, row, text, ha="center", va="center", color="white" if value > 0.75 else "black")
+    axes.set_xticks(range(len(scores)), scores)
+    axes.set_yticks(range(len(completions)), completions, family="monospace")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.set(ylabel="completion")
+    return figure
+
+
+# %%
+show(
+    verdicts(shown, scores),
+    caption=f"Four verifiers read the same answers to {problem.prompt} and disagree. What is paid for is what is learned.",
+    alt="A table of eight completions by four reward functions, shaded by reward. Only the right sum has reward 1 in the "
+    "first column; every number has reward 1 in the third; the fourth is None for texts that are not numbers.",
+)
+assert scores["exactly right"] != scores["is a number"]
+assert [score is None for score in scores["closeness"]] == [not is_number(text) for text in shown]
+
+# %% [markdown]
+# ## None is not zero
+#
+# The last column has a third kind of verdict: `None`, *I cannot grade this*. It is not a reward of 0. Zero says that the
+# answer is bad, and it pulls the group's baseline down with it. Take one prompt with four answers, of which a right and a
+# wrong one were graded and two were not, and no division by the spread. With `None` the advantages are
+# $\tfrac12, -\tfrac12, 0, 0$; filled with zeros they would be $\tfrac34, -\tfrac14, -\tfrac14, -\tfrac14$, and the policy
+# would be pushed away from two answers about which nobody knows anything:
+
+# %%
+group = torch.zeros(4, dtype=torch.int64)
+rewards, graded = torch.tensor([1.0, 0.0, math.nan, math.nan]), torch.tensor([True, True, False, False])
+assert group_advantages(rewards, group, scale="none", graded=graded).tolist() == [0.5, -0.5, 0.0, 0.0]
+assert group_advantages(rewards.nan_to_num(0.0), group, scale="none").tolist() == [0.75, -0.25, -0.25, -0.25]
+
+# %% [markdown]
+# ## Asking for rewards, and not trusting the answer
+#
+# A reward function is the part of a run that its user writes, and the part that is changed most often. Whatever it does
+# wrong should be said in one line with its name, rather than end in a shape error ten functions later, or in a `NaN` that
+# trains for an hour. So each call is checked: it did not raise, it returned a list, with one entry per completion, each a
+# finite number or `None`.
+
+
+# %% tags=["export"]
+def score_completions(
+    reward: RewardFunction, prompts: list[str], completions: list[str], columns: dict[str, list]
+) -> tuple[Tensor, Tensor]:
+    """Rewards float32 ``[B]``, NaN where the function returned None, and graded bool ``[B]`` (section 15).
+
+    Calls ``reward(prompts=prompts, completions=completions, **columns)``; all are lists of length B. True and False count
+    as 1 and 0. Raises RewardError when the function raises, or returns something else than B finite numbers or Nones.
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        scores = reward(prompts=prompts, completions=completions, **columns)
+    except Exception as error:
+        arguments = ", ".join(f"{argument}=…" for argument in ("prompts", "completions", *columns))
+        raise RewardError(
+            f"reward function {name} raised {describe(error)}; it was called as {name}({arguments}) "
+            f"for {len(completions)} completions"
+        ) from error
+    if not isinstance(scores, list):
+        raise RewardError(
+            f"reward function {name} returned {type(scores).__name__}; return a list with one number per completion"
+        )
+    if len(scores) != len(completions):
+        raise RewardError(
+            f"reward function {name} returned {len(scores)} rewards for {len(completions)} completions; return one for "
+            "each, in order, with None for those that cannot be graded"
+        )
+    graded = torch.tensor([score is not None for score in scores], dtype=torch.bool)
+    for score, completion in zip(scores, completions, strict=True):
+        if not is_reward(score):
+            raise RewardError(
+                f"reward function {name} returned {repr(score)[:60]} for the completion {completion[:60]!r}; "
+                "a reward is a finite number, or None if the completion cannot be graded"
+            )
+    return torch.tensor([math.nan if score is None else float(score) for score in scores]), graded
+
+
+def is_reward(score) -> bool:
+    """Whether ``score`` is None or a number that is finite in float32 (section 15)."""
+    if score is None or isinstance(score, (bool, np.bool_)):
+        return True
+    return isinstance(score, numbers.Real) and abs(score) <= torch.finfo(torch.float32).max
+
+
+def describe(error: Exception) -> str:
+    """Type, message and place of an exception on one line (section 15)."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+# %%
+prompts, answers = [problem.prompt] * len(shown), [problem.answer] * len(shown)
+rewards, graded = score_completions(addition_reward, prompts, shown, {"answer": answers})
+assert rewards.tolist() == scores["exactly right"] and graded.all()
+
+rewards, graded = score_completions(lambda completions, **_: scores["closeness"], prompts, shown, {})
+assert torch.equal(rewards.isnan(), ~graded) and graded.tolist() == [is_number(text) for text in shown]
+
+for wrong in (
+    lambda completions, **_: [1 / len(text.strip("0123456789")) for text in completions],
+    lambda completions, **_: [1.0],
+    lambda completions, **_: torch.ones(len(completions)),
+    lambda completions, **_: [math.inf] * len(completions),
+):
+    try:
+        score_completions(wrong, prompts, shown, {"answer": answers})
+    except RewardError as error:
+        print(error)
+    else:
+        raise AssertionError("this reward function is wrong")
+
+# %% [markdown]
+# A reward of one's own is a Python function in a file, named as `path/to/file.py:function`.
+
+
+# %% tags=["export"]
+def load_reward(spec: str) -> RewardFunction:
+    """The reward function that ``"path/to/file.py:function"`` names (section 15).
+
+    Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the file raises, or
+    when it defines no such function.
+    """
+    file, _, name = spec.rpartition(":")
+    if not (file.endswith(".py") and name.isidentifier()):
+        raise ValueError(f"reward is {spec!r}; name a function in a file, as in rewards.py:my_reward")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {file} for the reward {spec!r}")
+    module_spec = importlib.util.spec_from_file_location(f"lmrl_reward_{path.stem}", path)
+    module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"the reward file {file} raised {describe(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
+        raise ValueError(f"{file} defines no function {name}; it has {', '.join(defined) or 'none'}")
+    return function
+
+
+# %% [markdown]
+# ## A task
+#
+# A **task** is a set of prompts to train on, another set that only measures, and a reward function that can judge both. To
+# each prompt belong the columns that the reward function asks for. `stop` holds texts that end an answer (section 12 makes
+# ids of them); most tasks need none.
+
+
+# %% tags=["export:tasks"]
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and what the reward function needs to know about it (section 15)."""
+
+    prompt: str
+    columns: dict
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts to train on, prompts that only measure, and the reward for both (section 15).
+
+    ``reward`` is called with the examples' columns by name. ``stop`` are texts of one token each that end a completion.
+    """
+
+    name: str
+    train: list[Example]
+    heldout: list[Example]
+    reward: RewardFunction
+    stop: tuple[str, ...] = ()
+
+
+# %% [markdown]
+# The first task is section 1's. Its held-out problems are those that the warm start has not seen either, whatever the
+# seed of the run: a model must not be measured on what any of its stages was trained on.
+
+
+# %% tags=["export:tasks"]
+def arithmetic_task() -> Task:
+    """Section 1's two-digit additions, with the split that the warm start was trained on (section 15)."""
+    train, heldout = (
+        [Example(problem.prompt, {"answer": problem.answer}) for problem in problems]
+        for problems in addition_problems()
+    )
+    return Task("arithmetic", train, heldout, addition_reward)
+
+
+# %% [markdown]
+# The second kind of task is not ours. The package reasoning-gym generates problems of about a hundred sorts, each with a
+# program that scores an answer. Three details turn a generator and a scorer into a task.
+#
+# **The split.** Problem number $i$ of a dataset with seed $s$ is drawn from a generator seeded with $s+i$. So the datasets
+# with seeds 0 and 1 are *the same problems*, shifted by one. Training on one and measuring on the other measures memory.
+# We draw seeds that are far apart, and then remove from the training side every prompt that is also held out, because a
+# small problem space repeats itself whatever the seed.
+
+# %%
+if importlib.util.find_spec("reasoning_gym"):
+    import reasoning_gym
+
+    zero, one = (reasoning_gym.create_dataset("chain_sum", seed=seed, size=100) for seed in (0, 1))
+    shared = {item["question"] for item in zero} & {item["question"] for item in one}
+    print(f"chain_sum with seeds 0 and 1: {len(shared)} of 100 problems are the same")
+    assert len(shared) >= 99
+
+
+# %% tags=["export:tasks"]
+def reasoning_gym_datasets() -> dict[str, list[str]]:
+    """The datasets of reasoning-gym and the settings of each; ImportError without the package (section 15)."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ImportError("reasoning_gym tasks need the package reasoning-gym: pip install 'lmrl[tasks]'") from error
+    return {name: sorted(vars(config)["__dataclass_fields__"]) for name, (_, config) in sorted(DATASETS.items())}
+
+
+def generate_problems(dataset: str, stream: str, seed: int, size: int, settings: dict):
+    """``size`` problems of a reasoning-gym dataset; another ``stream`` or ``seed`` gives others (section 15).
+
+    Raises ValueError for settings that the dataset does not take.
+    """
+    import reasoning_gym
+
+    distant_seed = random.Random(f"{dataset} {stream} {seed}").randrange(2**31)
+    try:
+        return reasoning_gym.create_dataset(dataset, **{"seed": distant_seed, "size": size, **settings})
+    except (TypeError, AssertionError) as error:
+        names = ", ".join(reasoning_gym_datasets()[dataset])
+        raise ValueError(f"reasoning_gym:{dataset}, settings {settings}: {error}; it takes {names}") from error
+
+
+def disjoint(train, heldout, shown) -> tuple[dict[str, dict], dict[str, dict]]:
+    """The problems to train on and the held-out ones, by question; no question is on two of the three sides (section 15).
+
+    Each question is there once. At most a quarter of the different ones is held out.
+    """
+    taken = {entry["question"] for entry in shown}
+    train, heldout = (
+        {entry["question"]: entry for entry in side if entry["question"] not in taken} for side in (train, heldout)
+    )
+    heldout = dict(list(heldout.items())[: len(train | heldout) // 4])
+    return {question: entry for question, entry in train.items() if question not in heldout}, heldout
+
+
+# %% [markdown]
+# **The answer inside the completion.** A model that was asked to think writes more than its answer. We ask for the answer
+# between `<answer>` and `</answer>`, take the text after the last opening tag, and the whole completion where there is
+# none. Many of the scorers give part of the reward when the right answer occurs somewhere in a longer text, so short
+# answers without tags still have something to climb.
+#
+# **A scorer that trips.** Some of the scorers raise an exception on a malformed answer. That answer was wrong: reward 0,
+# not the end of the run. Unless the scorer trips over its own right answer too; then it is broken, and we say so.
+
+
+# %% tags=["export:tasks"]
+def extract_answer(completion: str) -> str:
+    """The text between the last ``<answer>`` and ``</answer>``; without tags the whole completion (section 15)."""
+    return completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+
+
+def score_entry(score_answer: Callable, completion: str, entry: dict) -> float:
+    """The score of reasoning-gym's ``score_answer``; 0.0 where it fails on this completion only (section 15)."""
+    try:
+        return float(score_answer(extract_answer(completion), entry))
+    except Exception:
+        score_answer(entry["answer"], entry)
+        return 0.0
+
+
+def reasoning_gym_reward(score_answer: Callable) -> RewardFunction:
+    """A dataset's ``score_answer(answer, entry)`` as a reward function; the columns are the entry's (section 15)."""
+
+    def reward(prompts, completions, **columns):
+        entries = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
+        return [score_entry(score_answer, text, entry) for text, entry in zip(completions, entries, strict=True)]
+
+    return reward
+
+
+# %% [markdown]
+# **Models that were never taught to answer.** A base model continues text; it does not follow instructions. Shown a few
+# solved problems first, it continues the pattern. `shots` puts that many solved problems in front of each question, drawn
+# from a stream of their own and kept out of both sides of the split; an empty line ends an answer. For a model with a chat
+# template leave it at 0.
+
+
+# %% tags=["export:tasks"]
+def ask(question: str, shown) -> str:
+    """A prompt: the question after the problems ``shown`` with their answers, or with a request for tags (section 15)."""
+    if not shown:
+        return f"{question.strip()}\n\nWrite the final answer between <answer> and </answer>."
+    solved = [f"Question: {entry['question'].strip()}\nAnswer: {entry['answer']}\n\n" for entry in shown]
+    return "".join(solved) + f"Question: {question.strip()}\nAnswer:"
+
+
+def reasoning_gym_task(
+    dataset: str, seed: int = 0, *, train_size: int = 1000, heldout_size: int = 256, shots: int = 0, **settings
+) -> Task:
+    """A dataset of reasoning-gym (Stojanovski et al., 2025) as a task (section 15).
+
+    ``seed`` chooses the problems. Both sizes are upper bounds: repeated questions are dropped, at most a quarter of the
+    different ones is held out, and what is held out or shown is not trained on. ``shots`` solved problems come before each question; with 0 the question asks for tags.
+    ``settings`` go to the dataset. Raises ImportError without the package, and ValueError for an unknown dataset or
+    setting, and when no problem is left on one side.
+    """
+    known = reasoning_gym_datasets()
+    if dataset not in known:
+        near = difflib.get_close_matches(dataset, known) or list(known)
+        raise ValueError(f"reasoning-gym has no dataset {dataset!r}; did you mean {', '.join(near)}?")
+    shown = list(generate_problems(dataset, "shown", seed, shots, settings)) if shots else []
+    problems = generate_problems(dataset, "train", seed, train_size, settings)
+    train, heldout = disjoint(problems, generate_problems(dataset, "heldout", seed, heldout_size, settings), shown)
+    if not heldout:
+        raise ValueError(f"reasoning_gym:{dataset}, settings {settings}: too few different problems; choose others")
+    sides = ([Example(ask(question, shown), entry) for question, entry in side.items()] for side in (train, heldout))
+    reward = reasoning_gym_reward(problems.score_answer)
+    return Task(f"reasoning_gym:{dataset}", *sides, reward, stop=("\n\n",) if shots else ())
+
+
+# %% [markdown]
+# A task is named by one string, so that it fits on a command line: `arithmetic`, or `reasoning_gym:DATASET`, or with
+# settings as in `reasoning_gym:chain_sum:max_terms=2,max_digits=1,shots=4`.
+
+
+# %% tags=["export:tasks"]
+def parse_settings(text: str) -> dict:
+    """``"a=1,b=x"`` → ``{"a": 1, "b": "x"}``; ValueError for anything else (section 15)."""
+    settings = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not (equals and name.strip().isidentifier()):
+            raise ValueError(f"task setting {item!r} is not of the form name=value")
+        try:
+            settings[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            settings[name.strip()] = value.strip()
+    return settings
+
+
+def load_task(name: str, seed: int = 0, **settings) -> Task:
+    """The task called ``name``: "arithmetic" or "reasoning_gym:DATASET[:setting=value,…]" (section 15).
+
+    ``seed`` and ``settings`` are those of `reasoning_gym_task`; "arithmetic" always has the split of section 1's warm start.
+    Raises ValueError for an unknown name, and what `reasoning_gym_task` raises.
+    """
+    kind, _, rest = name.partition(":")
+    dataset, _, text = rest.partition(":")
+    settings = parse_settings(text) | settings
+    if kind == "reasoning_gym" and dataset:
+        return reasoning_gym_task(dataset, seed, **settings)
+    if name != "arithmetic":
+        known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum"}
+        if importlib.util.find_spec("reasoning_gym"):
+            known |= {dataset: f"reasoning_gym:{dataset}" for dataset in reasoning_gym_datasets()}
+        near = [known[match] for match in difflib.get_close_matches(name, known)]
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f'unknown task {name!r}: the tasks are "arithmetic" and "reasoning_gym:DATASET"{hint}')
+    if settings:
+        raise ValueError(f"the task arithmetic has no settings, but {', '.join(settings)} was given")
+    return arithmetic_task()
+
+
+# %%
+task = load_task("arithmetic")
+assert {example.prompt for example in task.train}.isdisjoint(example.prompt for example in task.heldout)
+if importlib.util.find_spec("reasoning_gym"):
+    task = load_task("reasoning_gym:chain_sum", max_terms=2, max_digits=1, shots=2)
+    assert {example.prompt for example in task.train}.isdisjoint(example.prompt for example in task.heldout)
+    print(f"{task.name}: of 1000 + 256 problems {len(task.train)} + {len(task.heldout)} are left; the first prompt is")
+    print(task.train[0].prompt)
+    right = task.train[0].columns["answer"]
+    columns = {name: [value] * 3 for name, value in task.train[0].columns.items()}
+    texts = [f" {right}", f"I think <answer>{right}</answer>", "no idea"]
+    assert score_completions(task.reward, [""] * 3, texts, columns)[0].tolist() == [1.0, 1.0, 0.0]
+
+# %% [markdown]
+# ## From the prompt to ids, once
+#
+# A prompt becomes token ids in one place and one time. Two accidents happen when it is done twice. A chat template writes
+# the begin-of-sequence token into the text; tokenising that text as usual puts another one in front. And a file converted
+# from another format may have forgotten to add it at all: then the model answers as if it were somebody else (Gemma 3 270M
+# continues "The capital of France is" with "France. The The The …" when it is missing). So: the template, if there is one,
+# is applied by the tokenizer straight to ids, and the ids begin with exactly one begin-of-sequence token if the tokenizer
+# has such a token.
+
+
+# %% tags=["export:tasks"]
+def encode_prompt(tokenizer, prompt: str) -> list[int]:
+    """The token ids of a prompt, as a user's turn if the tokenizer has a chat template (section 15).
+
+    They begin with exactly one begin-of-sequence token if the tokenizer defines one. Raises ValueError for a text that the
+    tokenizer cannot encode, and for an empty one.
+    """
+    try:
+        if tokenizer.chat_template is None:
+            ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        else:
+            turn = [{"role": "user", "content": prompt}]
+            ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:
+        raise ValueError(f"the tokenizer cannot encode the prompt {prompt[:60]!r}: {error}") from error
+    if not ids:
+        raise ValueError("the prompt is empty")
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return ids
+    start = next((i for i, id in enumerate(ids) if id != bos), len(ids))
+    return [bos, *ids[start:]]
+
+
+# %%
+assert encode_prompt(tokenizer, "12+34=") == tokenizer("12+34=").input_ids
+assert encode_prompt(tokenizer, "<bos>12+34=") == tokenizer("12+34=").input_ids  # a prompt that brings its own
+assert tokenizer("<bos>12+34=").input_ids.count(tokenizer.bos_token_id) == 2  # the accident
+
+# %% [markdown]
+# **What is still missing.** Where no program can judge, the reward must be learned from comparisons, and then it can be
+# gamed: the reward model, what optimising it too hard does, and doing without it (DPO) are the rest of this section, in a
+# later issue. The parts of a trainer are now all here, and section 16 puts them together.

@@ -1,0 +1,199 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmrl.baselines import group_advantages
+from lmrl.policy import addition_reward
+from lmrl.rewards import RewardError, load_reward, score_completions
+
+PROMPTS, TEXTS = ["1+2=", "1+2=", "2+2="], ["3", "4", "4"]
+COLUMNS = {"answer": ["3", "3", "4"]}
+
+
+def score(reward, columns=COLUMNS):
+    return score_completions(reward, PROMPTS, TEXTS, columns)
+
+
+def returns(*scores):
+    return lambda **_: list(scores)
+
+
+def message(reward, columns=COLUMNS):
+    with pytest.raises(RewardError) as caught:
+        score(reward, columns)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- what is right
+
+
+def test_rewards_are_float32_and_all_graded():
+    rewards, graded = score(addition_reward)
+    assert rewards.tolist() == [1.0, 0.0, 1.0] and rewards.dtype == torch.float32
+    assert graded.tolist() == [True, True, True] and graded.dtype == torch.bool
+
+
+def test_the_function_is_called_by_keyword_with_every_column():
+    calls = []
+
+    def reward(completions, prompts, **columns):
+        calls.append((prompts, completions, columns))
+        return [0.0] * 3
+
+    score(reward, {"answer": ["3", "3", "4"], "level": [1, 1, 2]})
+    assert calls == [(PROMPTS, TEXTS, {"answer": ["3", "3", "4"], "level": [1, 1, 2]})]
+
+
+def test_none_is_nan_and_not_graded():
+    rewards, graded = score(returns(1.0, None, 0.0))
+    assert graded.tolist() == [True, False, True]
+    assert rewards[graded].tolist() == [1.0, 0.0] and rewards[~graded].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ((True, False, True), [1.0, 0.0, 1.0]),
+        ((np.bool_(True), np.float32(0.5), np.int64(-2)), [1.0, 0.5, -2.0]),
+        ((2, -1, 0), [2.0, -1.0, 0.0]),
+    ],
+)
+def test_other_numbers_become_floats(scores, expected):
+    assert score(returns(*scores))[0].tolist() == expected
+
+
+def test_no_completions():
+    rewards, graded = score_completions(lambda **_: [], [], [], {})
+    assert rewards.shape == graded.shape == (0,) and graded.dtype == torch.bool and rewards.dtype == torch.float32
+
+
+@given(st.lists(st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=20))
+def test_every_list_of_finite_numbers_and_nones_passes_unchanged(scores):
+    rewards, graded = score_completions(lambda **_: scores, [""] * len(scores), [""] * len(scores), {})
+    assert [value if known else None for value, known in zip(rewards.tolist(), graded.tolist())] == scores
+
+
+def test_pitfall_11_none_leaves_the_baseline():
+    rewards, graded = score_completions(returns(1.0, 0.0, None, None), ["p"] * 4, ["c"] * 4, {})
+    group = torch.zeros(4, dtype=torch.int64)
+    assert group_advantages(rewards, group, scale="none", graded=graded).tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------------- what is wrong
+
+
+def test_an_exception_is_named_with_its_place_and_chained():
+    def broken(completions, **columns):
+        return [1 / 0]
+
+    with pytest.raises(RewardError) as caught:
+        score(broken)
+    assert "reward function broken raised ZeroDivisionError: division by zero (test_rewards.py, line " in str(
+        caught.value
+    )
+    assert "for 3 completions" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_of_several_lines_becomes_one():
+    def broken(**columns):
+        raise RuntimeError("first\nsecond")
+
+    assert "RuntimeError: first second (" in message(broken)
+
+
+def test_a_column_that_the_function_does_not_take():
+    def narrow(prompts, completions):
+        return [0.0] * 3
+
+    text = message(narrow)
+    assert "TypeError" in text and "'answer'" in text and "narrow(prompts=…, completions=…, answer=…)" in text
+
+
+def test_ctrl_c_is_not_a_reward_error():
+    def interrupted(**columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted)
+
+
+@pytest.mark.parametrize("scores", [[], [1.0], [1.0] * 4])
+def test_wrong_count_names_both_numbers(scores):
+    assert f"returned {len(scores)} rewards for 3 completions" in message(returns(*scores))
+
+
+@pytest.mark.parametrize(
+    "result", [None, 1.0, (1.0, 0.0, 1.0), torch.ones(3), np.ones(3), iter([1.0] * 3), {0: 1.0, 1: 0.0, 2: 0.0}]
+)
+def test_not_a_list(result):
+    assert f"returned {type(result).__name__}; return a list" in message(lambda **_: result)
+
+
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, 1e39, 10**400, np.float64("nan"), "1.0", [1.0], 1j, torch.tensor(1.0)]
+)
+def test_not_a_finite_number_names_value_and_completion(bad):
+    text = message(returns(1.0, None, bad))
+    assert f"returned {repr(bad)[:60]} for the completion '4'" in text and "or None" in text
+
+
+def test_a_callable_object_is_named_by_its_class():
+    class Judge:
+        def __call__(self, **columns):
+            return []
+
+    assert "reward function Judge returned 0 rewards" in message(Judge())
+
+
+# -------------------------------------------------------------------------------------------------- functions in a file
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Weight:\n    value: float = 2.0\n\n"
+        "LIMIT = 3\n\ndef length(completions, **columns):\n    return [Weight().value * len(c) for c in completions]\n"
+    )
+    return file
+
+
+def test_load_reward(reward_file):
+    assert score(load_reward(f"{reward_file}:length"))[0].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_edited_file_is_read_again(reward_file):
+    load_reward(f"{reward_file}:length")
+    reward_file.write_text("def length(completions, **columns):\n    return [7] * len(completions)  # longer\n")
+    assert score(load_reward(f"{reward_file}:length"))[0].tolist() == [7.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("spec", ["", "length", "my_rewards.py", "my_rewards:length", "my_rewards.py:", "a.py:b c"])
+def test_reward_that_is_not_of_the_form(spec):
+    with pytest.raises(ValueError, match="name a function in a file, as in rewards.py:my_reward"):
+        load_reward(spec)
+
+
+def test_reward_file_that_does_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file .*missing.py"):
+        load_reward(f"{tmp_path}/missing.py:length")
+
+
+@pytest.mark.parametrize("name", ["lenght", "LIMIT"])
+def test_reward_file_without_the_function_lists_what_it_has(reward_file, name):
+    with pytest.raises(ValueError, match=f"defines no function {name}; it has .*length"):
+        load_reward(f"{reward_file}:{name}")
+
+
+@pytest.mark.parametrize("text", ["import not_installed_anywhere\n", "def length(:\n", "raise RuntimeError('no')\n"])
+def test_reward_file_that_raises(reward_file, text):
+    reward_file.write_text(text)
+    with pytest.raises(ValueError, match=r"reward file .*my_rewards.py raised \w+: ") as caught:
+        load_reward(f"{reward_file}:length")
+    assert "\n" not in str(caught.value)
