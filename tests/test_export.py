@@ -115,6 +115,11 @@ def test_sibling_names_are_imported(export):
     assert b"import matplotlib" in figure
 
 
+@pytest.mark.parametrize("tag", ["exercise", "solution", "check"])
+def test_exercise_cells_import_what_they_use_from_their_own_section(export, tag):
+    assert export(second=SECOND + cell("from lmrl.tree import forest", f'tags=["{tag}"]')) == []
+
+
 def test_second_run_changes_nothing(export):
     export()
     before = export.files()
