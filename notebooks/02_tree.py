@@ -14,46 +14,51 @@
 # %% [markdown]
 # # 2. A language model is already a policy
 #
-# What has to be added to a language model before reinforcement learning applies to it? This section answers: nothing.
-# The parts are all there under other names.
+# Section 1 wrote a prompt $x$, tokens $y_1, y_2, \dots$, and a model $p_\theta(y_t \mid x, y_{<t})$. Reinforcement learning
+# speaks of states, actions and policies. What has to be added to the one to get the other? Nothing; it is a change of
+# names.
 #
 # | reinforcement learning | language model | symbol |
 # |---|---|---|
-# | state | the prompt and the tokens generated so far | $s_t = (x, y_{<t})$ |
-# | action | the next token, out of a vocabulary of $V$ | $a_t = y_t$ |
-# | policy | the softmax over the vocabulary, with parameters $\theta$ | $\pi_\theta(a_t \mid s_t)$ |
-# | transition | append the token | $s_{t+1} = s_t \oplus a_t$ |
-# | trajectory | one completion, up to a stop token or a cap of $T$ tokens | $\tau = (a_1, \dots, a_T)$ |
-# | reward | a score of the finished text | $R(\tau)$ |
+# | state | the prompt and the tokens before the $t$-th | $s_t = (x, y_{<t})$ |
+# | action | the $t$-th token, out of a vocabulary of $V$ | $a_t = y_t$ |
+# | policy | the softmax over the vocabulary, with parameters $\theta$ | $\pi_\theta(a_t \mid s_t) = p_\theta(y_t \mid x, y_{<t})$ |
+# | transition | append the token, written $\oplus$ | $s_{t+1} = s_t \oplus a_t$ |
+# | trajectory | one completion of $T$ tokens, ended by a stop token or by a cap on $T$ | $\tau = (a_1, \dots, a_T)$ |
+# | reward | a number for the finished completion | $R(\tau)$ |
 #
-# The transition is what sets this apart from a robot or a game: the world is string concatenation. It is known, it is
-# deterministic, and it costs nothing to copy. All the randomness in a completion comes from the policy's own sampling.
+# The last but two is where this differs from a robot or a game. Whoever pushes a robot's arm waits to see what the world
+# makes of it. Here the next state follows from the action by a rule that we know, and can replay as often as we like. A
+# second run of the same policy differs from the first for one reason only: other tokens were drawn.
 #
-# For a policy small enough, that lets us do what no robot can: list **every** completion that it could ever produce,
+# For a policy small enough, that permits something unusual: to list **every** completion that it could ever produce,
 # with its exact probability. That list is this section's module, and every estimator in the course is tested on it.
 
 # %%
+import copy
 import dataclasses
-import itertools
 import math
 from typing import Callable, Iterable, NamedTuple
 
+import ipywidgets as widgets
 import torch
 import torch.nn.functional as F
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.policy import build_policy, build_tokenizer, token_logprobs
 
 # %% [markdown]
 # ## The smallest policy
 #
-# A language model is a function from a prefix to $V$ logits $z$, and its softmax is the policy:
+# After a fixed prompt, a state $s$ is a **prefix**: the tokens written so far. A language model is a function from a
+# prefix to $V$ logits $z(s)$, one for each token $a$, and its softmax is the policy:
 #
 # $$\pi_\theta(a \mid s) = \frac{e^{z_a(s)}}{\sum_{a'} e^{z_{a'}(s)}}.$$
 #
-# The smallest such function is a table: every prefix has its own row of $V$ free numbers. Nothing is shared between
-# prefixes, so what one state learns never disturbs another. Rows are numbered so that the row after appending token
+# The smallest such function is a table: every prefix has its own row of $V$ free numbers, and all rows together are
+# $\theta$. Nothing is shared between prefixes, so what one state learns never disturbs another. Rows are numbered so that the row after appending token
 # $a$ to row $r$ is $rV + a + 1$.
 
 
@@ -270,13 +275,13 @@ assert torch.isclose(J, sum(p for text, p in zip(texts, leaf_probabilities(tree)
 # %% [markdown]
 # ## One reward, at the end
 #
-# In general a reward $r_t$ may follow every action, and the **return** of token $t$ is what comes after it, discounted by
-# a factor $\gamma \in [0, 1]$ for each step of waiting:
+# In general a reward $r_t$ may follow every action $a_t$. The **return** $G_t$ adds up what follows token $t$, discounted
+# by a factor $\gamma \in [0, 1]$ for each step of waiting:
 #
 # $$G_t = r_t + \gamma\, r_{t+1} + \gamma^2 r_{t+2} + \dots$$
 #
 # Text is scored once, when it is finished: $r_t = 0$ but for the last token, where $r_T = R(\tau)$. So
-# $G_t = \gamma^{T-t} R(\tau)$, with $T$ the completion's own length.
+# $G_t = \gamma^{T-t} R(\tau)$.
 
 
 # %% tags=["export"]
@@ -307,14 +312,15 @@ assert (terminal_returns(rewards, tree.mask)[tree.mask] == rewards[:, None].expa
 assert terminal_returns(rewards, tree.mask, 0.9)[row].unique().numel() == 3
 
 # %% [markdown]
-# A language episode is finite, and a right answer is worth the same at token 40 as at token 400. So $\gamma = 1$ is the
-# usual choice, and the tie that it leaves between tokens is what sections 7 and 8 try to break.
+# A discount is needed where rewards go on for ever, to keep their sum finite, and it is wanted where late is worse than
+# early. A completion ends, and a long correct proof is as correct as a short one: both reasons are missing, and
+# $\gamma = 1$ is the usual choice. It leaves all tokens tied, and sections 7 and 8 are about that.
 #
 # ## How good is a prefix?
 #
 # Three functions answer, and the rest of the course estimates them. The tree has them exactly.
 #
-# - $V(s)$, the **value**: the expected return from state $s$ on.
+# - $V(s)$, the **value**: the expected return from state $s$ on. (The $V$ without brackets is the vocabulary's size.)
 # - $Q(s, a)$, the **action value**: the same, after token $a$ has been appended.
 # - $A(s, a) = Q(s, a) - V(s)$, the **advantage**: how much better $a$ is than what the policy does on average.
 #
@@ -344,7 +350,8 @@ def exact_values(tree: Tree, rewards: torch.Tensor, gamma: float = 1.0) -> Value
 
 
 # %% [markdown]
-# How often the policy passes through a state is the summed probability of the leaves behind it:
+# How often the policy passes through a state is the summed probability of the leaves behind it ($\tau \ni s$ reads: the
+# path to leaf $\tau$ passes through state $s$):
 #
 # $$d(s) = \sum_{\tau \ni s} \pi_\theta(\tau).$$
 
@@ -383,11 +390,13 @@ for state in range(num_states):
 # ## Diversity and drift
 #
 # Two more sums over leaves return throughout the course. The **entropy** says how spread out the completions are. The
-# **Kullback–Leibler divergence** (KL) from a second policy $\mu$ says how far the two have drifted apart, on what the
-# first one writes:
+# **Kullback–Leibler divergence** (KL) from $\pi$ to a second policy $\pi'$ says how far the two have drifted apart, on what
+# the first one writes:
 #
 # $$H(\pi) = -\sum_\tau \pi(\tau) \log \pi(\tau), \qquad
-# \mathrm{KL}(\pi \,\|\, \mu) = \sum_\tau \pi(\tau) \log \frac{\pi(\tau)}{\mu(\tau)}.$$
+# \mathrm{KL}(\pi \,\|\, \pi') = \sum_\tau \pi(\tau) \log \frac{\pi(\tau)}{\pi'(\tau)}.$$
+#
+# Logarithms are natural, so both are in **nats**: a fair choice between $n$ completions has an entropy of $\log n$.
 
 
 # %% tags=["export"]
@@ -412,10 +421,10 @@ def sequence_kl(tree: Tree, other: Tree) -> torch.Tensor:
 
 # %% [markdown]
 # Since $\log \pi(\tau)$ is a sum over tokens, both split into one term for each state, weighted by how often the state is
-# visited:
+# visited. With $\pi(\cdot \mid s)$ for the distribution over the next token in state $s$,
 #
 # $$H(\pi) = \sum_s d(s)\, H\big(\pi(\cdot \mid s)\big), \qquad
-# \mathrm{KL}(\pi \,\|\, \mu) = \sum_s d(s)\, \mathrm{KL}\big(\pi(\cdot \mid s) \,\|\, \mu(\cdot \mid s)\big).$$
+# \mathrm{KL}(\pi \,\|\, \pi') = \sum_s d(s)\, \mathrm{KL}\big(\pi(\cdot \mid s) \,\|\, \pi'(\cdot \mid s)\big).$$
 #
 # The right-hand sides need only one distribution over the vocabulary at a time. A trainer can measure those; it can
 # never list the leaves.
@@ -434,8 +443,8 @@ assert sequence_kl(tree, tree) == 0
 # ## Gradients
 #
 # Everything above is differentiable in the policy's parameters, so automatic differentiation gives the exact gradient
-# $\nabla_\theta J$: the number that every estimator later tries to hit. It is returned as one flat vector of length $P$,
-# all parameters laid end to end.
+# $\nabla_\theta J$: the direction in which $J$ rises fastest, and what every estimator later tries to hit. It is returned
+# as one flat vector with a component for each of the $P$ parameters, all of them laid end to end.
 
 
 # %% tags=["export"]
@@ -559,7 +568,7 @@ assert abs(slope / model_gradient.norm().item() - 1) < 1e-3
 
 # %% [markdown]
 # **Claim 2.4.** The prompt is state, not action. The policy did not choose it, so its tokens are not in
-# $\log \pi_\theta(\tau)$: the sum (2.1) starts at the first generated token. The model can of course also score the
+# $\log \pi_\theta(\tau)$: the sum (2.1) starts at the first generated token, $a_1$. The model can of course also score the
 # prompt's own tokens. Were they counted, every leaf would be multiplied by the same $p_\theta(x)$, and the "probabilities"
 # would sum to $p_\theta(x)$ instead of 1.
 
@@ -586,13 +595,14 @@ assert pull.norm() > 0.1 * model_gradient.norm()
 # %% [markdown]
 # ## The picture
 #
-# A policy is not a path through this tree. It is a weight on every path. Training moves weight between branches; the
-# tree itself and the rewards at its leaves stay as they are.
+# All of it at once: each branch is as wide as the probability that the policy passes along it, and what flows into a
+# state flows out of it again. Rewards stand at the leaves. So $J$ can be read off: it is how much of the flow arrives at
+# a green bar, times the bar's length.
 
 
 # %% tags=["export:figures"]
 def tree_figure(tree: Tree, rewards: torch.Tensor, tokens: list[str]) -> Figure:
-    """The tree with branches as wide as they are probable, and each leaf's text, probability and reward."""
+    """The tree with branches as wide as they are probable; beside each leaf its text, probability and reward."""
     num_states, num_leaves = len(tree.depth), len(tree.ids)
     probability = torch.cat([visit_probabilities(tree), leaf_probabilities(tree)]).tolist()
     x = torch.cat([tree.depth, tree.mask.sum(-1)]).tolist()
@@ -600,37 +610,195 @@ def tree_figure(tree: Tree, rewards: torch.Tensor, tokens: list[str]) -> Figure:
     for state in reversed(range(num_states)):
         below = [y[child] for child in tree.children[state].tolist()]
         y[state] = sum(below) / len(below)
-    fig, ax = new_figure(height=0.26 * num_leaves + 0.8)
-    for state, action in itertools.product(range(num_states), range(len(tokens))):
-        child = tree.children[state, action].item()
-        ends, width = (state, child), 0.5 + 14 * probability[child]
-        ax.plot([x[n] for n in ends], [y[n] for n in ends], color=COLORS["policy"], lw=width, alpha=0.6)
-        middle = (0.4 * x[state] + 0.6 * x[child], 0.4 * y[state] + 0.6 * y[child])
-        ax.annotate(tokens[action], middle, ha="center", va="center", fontsize=9)
-    _label_leaves(ax, tree, rewards, tokens, x[num_states:], y[num_states:], probability[num_states:])
-    ax.plot(0, y[0], "o", color=COLORS["policy"], ms=9)
-    ax.set(xlim=(-0.1, max(x) + 1.05), yticks=[], xticks=range(max(x) + 1), xlabel="tokens generated")
-    ax.spines[["left", "right", "top"]].set_visible(False)
+    fig, ax = new_figure(height=0.25 * num_leaves + 0.9)
+    color, branches = COLORS["policy"], []
+    for state in range(num_states):
+        start = y[state] + probability[state]
+        for token, child in zip(tokens, tree.children[state].tolist()):
+            p = probability[child]
+            branches.append(_branch(x[state], start - p, x[child], y[child], p))
+            middle = 0.12 * (start - p) + 0.88 * y[child]
+            ax.text(x[child] - 0.22, middle, token, ha="center", va="center", fontsize=9)
+            start -= 2 * p
+    ax.add_collection(PolyCollection(branches, facecolor=color, edgecolor=color, lw=0.6, alpha=0.6))
+    _label_leaves(ax, tree, rewards, tokens, x[num_states:], y[num_states:])
+    J, entropy = expectation(tree, rewards).item(), sequence_entropy(tree).item()
+    ax.set_title(f"J = {J:.3f},  entropy {entropy:.2f} nats", loc="left")
     return fig
 
 
-def _label_leaves(ax, tree, rewards, tokens, x, y, probability):
-    texts = ["".join(tokens[i] for i in ids) for ids in completions(tree)]
-    for leaf, text in enumerate(texts):
-        reward = rewards[leaf].item()
-        color = COLORS["reward"] if reward else COLORS["reference"]
-        ax.plot(x[leaf], y[leaf], "o", ms=5, color=color)
-        label = f"{text}   π = {probability[leaf]:.3f}   R = {reward:g}"
-        ax.annotate(label, (x[leaf] + 0.06, y[leaf]), va="center", fontsize=8.5, weight="bold" if reward else "normal")
+def _branch(x0, y0, x1, y1, half_width):
+    """Outline of a bent band from (x0, y0) to (x1, y1)."""
+    t = torch.linspace(0, 1, 13)
+    x, y = x0 + (x1 - x0) * t, y0 + (y1 - y0) * t**2 * (3 - 2 * t)
+    return torch.stack([torch.cat([x, x.flip(0)]), torch.cat([y + half_width, y.flip(0) - half_width])], 1)
+
+
+def _label_leaves(ax, tree, rewards, tokens, x, y):
+    right, top = max(x), max(y) + 1
+    rows = zip(completions(tree), x, y, leaf_probabilities(tree).tolist(), rewards.tolist())
+    for ids, depth, height, p, reward in rows:
+        text = "".join(tokens[i] for i in ids)
+        ax.text(depth + 0.06, height, text, va="center", weight="bold" if reward else "normal", fontsize=9)
+        ax.text(right + 0.75, height, f"{p:.3f}", va="center", ha="right", fontsize=9)
+        ax.text(right + 1.15, height, f"{reward:.2g}", va="center", ha="right", fontsize=9)
+    ax.text(right + 0.75, top, "π(τ)", va="center", ha="right", fontsize=9)
+    ax.text(right + 1.15, top, "R(τ)", va="center", ha="right", fontsize=9)
+    ax.barh(y, [0.5 * reward for reward in rewards.tolist()], 0.6, left=right + 1.22, color=COLORS["reward"])
+    ax.set(xlim=(-0.05, right + 1.75), ylim=(0.2, top + 0.5), yticks=[], xticks=range(right + 1))
+    ax.set_xlabel("tokens generated", loc="left")
+    ax.spines[["left", "right", "top"]].set_visible(False)
+    ax.spines.bottom.set_bounds(0, right)
 
 
 # %%
 show(
     tree_figure(tree, rewards, tokens),
-    caption="Every completion of a three-token policy. A branch is as wide as it is probable; the reward is at the leaves only.",
-    alt="A tree that grows from left to right. Branch widths show probabilities, and each of the fifteen leaves is "
-    "labelled with its text, its probability and its reward, 1 where the text contains ab and 0 elsewhere.",
+    caption="Every completion of a three-token policy. A branch is as wide as it is probable; rewards are at the leaves only.",
+    alt="A tree that grows from left to right out of one band, which divides at every token into narrower bands. Each of "
+    "the fifteen leaves has its text, its probability and its reward: a bar of length 1 where the text contains ab, and "
+    "nothing elsewhere.",
 )
+
+# %% [markdown]
+# To train a policy is to redirect this flow. The tree and the rewards stay; only the widths change, and they always sum
+# to 1, so that what one completion gains the others lose. With the exact gradient at hand it can be watched. The cell
+# below climbs each of three rewards for fifteen steps $\theta \leftarrow \theta + 2\, \nabla_\theta J$ and keeps the
+# policies.
+
+# %%
+reward_choices = {
+    "contains ab": rewards,
+    "share of b": torch.tensor([text.count("b") / 3 for text in texts], dtype=torch.float64),
+    "stops by itself": 1 - tree.truncated.double(),
+}
+climbs = {}
+for name, R in reward_choices.items():
+    climber, climbs[name] = copy.deepcopy(policy), []
+    for _ in range(16):
+        climbs[name].append(copy.deepcopy(climber).requires_grad_(False))
+        uphill = exact_gradient(enumerate_tree(climber, 3, 0), R, climber.parameters())
+        climber.logits.data += 2 * uphill.view_as(climber.logits)
+    path = [expectation(enumerate_tree(step, 3, 0), R).item() for step in climbs[name]]
+    print(f"{name:15} J from {path[0]:.3f} to {path[-1]:.3f}")
+    assert all(later > earlier for earlier, later in zip(path, path[1:]))
+
+# %% [markdown]
+# Move the steps and see the flow turn towards the bars, and the entropy fall with it. Then move the temperature, by which
+# all logits are divided: near 0 the whole flow takes one path, and at high temperature all branches of a state become
+# equally wide, whatever was learned.
+
+# %%
+explore(
+    lambda reward, steps, temperature: tree_figure(
+        enumerate_tree(lambda prefixes: climbs[reward][steps](prefixes) / temperature, 3, 0),
+        reward_choices[reward],
+        tokens,
+    ),
+    reward=widgets.Dropdown(options=list(reward_choices), description="reward"),
+    steps=widgets.IntSlider(0, 0, 15, description="uphill steps", style={"description_width": "initial"}),
+    temperature=widgets.FloatLogSlider(
+        1.0, min=-1, max=1, step=0.05, description="temperature", style={"description_width": "initial"}
+    ),
+)
+
+# %% [markdown]
+# ## Exercises
+#
+# **1. Predict, then run.** A policy knows nothing: each of its $V = 4$ tokens, one of which stops, has probability 1/4 in
+# every state, and the cap is three tokens. How many leaves has its tree, and how probable is it that a completion is cut
+# off by the cap? Put your two numbers in before you run the check.
+
+# %% tags=["exercise"]
+predicted_leaves = None
+predicted_truncation = None
+
+# %% tags=["solution"]
+predicted_leaves = 1 + 3 + 3 * 3 * 4  # stopped after one token, after two; or two other tokens and then any
+predicted_truncation = (3 / 4) ** 3  # three times not the stop token; its third token may also be the stop token
+
+# %% tags=["check"]
+from lmrl.tree import TabularPolicy, enumerate_tree, leaf_probabilities
+
+assert predicted_leaves is not None and predicted_truncation is not None, "put your predictions in"
+ignorant = TabularPolicy(4, 3)
+ignorant.logits.data.zero_()
+ignorant_tree = enumerate_tree(ignorant, 3, eos_id=0)
+cut_off = leaf_probabilities(ignorant_tree)[ignorant_tree.truncated].sum().item()
+assert predicted_leaves == len(ignorant_tree.ids), f"{len(ignorant_tree.ids)} leaves"
+assert abs(predicted_truncation - cut_off) < 1e-10, f"a completion is cut off with probability {cut_off}"
+
+# %% [markdown]
+# **2. Length without leaves.** The expected length of a completion is a sum over leaves, $\sum_\tau \pi(\tau)\, T(\tau)$.
+# Write it as a sum over states, with `visit_probabilities` and nothing else from the tree. (How many states does a
+# completion of $T$ tokens pass through?)
+
+# %% tags=["exercise"]
+from lmrl.tree import Tree, visit_probabilities
+
+
+def expected_length(tree: Tree):
+    raise NotImplementedError("a sum over states")
+
+
+# %% tags=["solution"]
+from lmrl.tree import Tree, visit_probabilities
+
+
+def expected_length(tree: Tree):
+    return visit_probabilities(tree).sum()  # every token is chosen in one state
+
+
+# %% tags=["check"]
+from lmrl.tree import TabularPolicy, enumerate_tree, expectation
+
+for vocab_size, cap, seed in ((3, 3, 0), (2, 5, 1), (4, 2, 2)):
+    some_tree = enumerate_tree(TabularPolicy(vocab_size, cap, seed=seed), cap, eos_id=0)
+    by_leaves = expectation(some_tree, some_tree.mask.sum(-1)).item()
+    assert abs(expected_length(some_tree) - by_leaves) < 1e-10, f"the leaves say {by_leaves}"
+
+# %% [markdown]
+# **3. Find the bug.** This function scores a batch of completions that are padded, as in many published models, with the
+# stop token itself. It runs, and its numbers are all plausible. Add up the probabilities that it gives to all the leaves
+# of a tree, see what is wrong with the sum, and repair the function.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.policy import gather_logprobs
+
+
+def completion_logprobs(logits: torch.Tensor, ids: torch.Tensor, eos_id: int) -> torch.Tensor:
+    """log π(τ) of each row, [B]: logits [B, T, V] of its tokens, ids [B, T] padded on the right with eos_id."""
+    mask = ids != eos_id
+    return torch.where(mask, gather_logprobs(logits, ids), 0.0).sum(-1)
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.policy import gather_logprobs
+
+
+def completion_logprobs(logits: torch.Tensor, ids: torch.Tensor, eos_id: int) -> torch.Tensor:
+    """log π(τ) of each row, [B]: logits [B, T, V] of its tokens, ids [B, T] padded on the right with eos_id."""
+    stop = ids == eos_id
+    mask = stop.cumsum(-1) - stop.long() == 0  # no stop token before this one; the first one was chosen, and counts
+    return torch.where(mask, gather_logprobs(logits, ids), 0.0).sum(-1)
+
+
+# %% tags=["check"]
+import torch
+
+from lmrl.tree import TabularPolicy, enumerate_tree, leaf_logprobs
+
+for seed in range(3):
+    oracle = enumerate_tree(TabularPolicy(3, 3, seed=seed), 3, eos_id=2)
+    padded = torch.where(oracle.mask, oracle.ids, 2)
+    computed = completion_logprobs(oracle.log_policy[oracle.states], padded, eos_id=2)
+    total = computed.exp().sum().item()
+    assert abs(total - 1) < 1e-10, f"the probabilities of all completions sum to {total:.3f}: was a choice left out?"
+    assert torch.allclose(computed, leaf_logprobs(oracle), atol=1e-10), "they sum to 1, but are not those of the tree"
 
 # %% [markdown]
 # ## What is still missing
