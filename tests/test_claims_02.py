@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from lmrl.policy import build_policy, build_tokenizer, token_logprobs
@@ -18,9 +19,13 @@ from lmrl.tree import (
 )
 
 
-def test_claim_2_1_leaves_sum_to_one_and_logprobs_add_up():
-    policy = TabularPolicy(4, 4, seed=3)
-    tree = enumerate_tree(policy, 4, eos_id=2)
+SIZES = [(2, 5, 0, 0), (3, 3, None, 1), (4, 4, 2, 3), (6, 2, 5, 4)]  # vocabulary, cap, stop token, seed
+
+
+@pytest.mark.parametrize("vocab_size, cap, eos_id, seed", SIZES)
+def test_claim_2_1_leaves_sum_to_one_and_logprobs_add_up(vocab_size, cap, eos_id, seed):
+    policy = TabularPolicy(vocab_size, cap, seed=seed)
+    tree = enumerate_tree(policy, cap, eos_id)
     assert abs(leaf_probabilities(tree).sum().item() - 1) < 1e-10
     for ids, logprob in zip(completions(tree), leaf_logprobs(tree).tolist()):
         factors = [
@@ -36,8 +41,9 @@ def test_claim_2_2_the_count_of_leaves():
     assert len(enumerate_tree(TabularPolicy(5, 5), 5, eos_id=0).ids) == 1 + 4 + 16 + 64 + 256 * 5
 
 
-def test_claim_2_3_every_token_has_the_same_return_only_without_discount():
-    tree = enumerate_tree(TabularPolicy(3, 3), 3, eos_id=0)
+@pytest.mark.parametrize("vocab_size, cap, eos_id, seed", SIZES)
+def test_claim_2_3_every_token_has_the_same_return_only_without_discount(vocab_size, cap, eos_id, seed):
+    tree = enumerate_tree(TabularPolicy(vocab_size, cap, seed=seed), cap, eos_id)
     rewards = torch.arange(1.0, len(tree.ids) + 1).double()
     returns = terminal_returns(rewards, tree.mask)
     assert torch.equal(returns[tree.mask], rewards[:, None].expand_as(returns)[tree.mask])
