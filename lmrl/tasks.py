@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from lmrl.policy import (
     addition_problems,
     addition_reward,
+    is_number,
 )
 from lmrl.rewards import RewardFunction
 
@@ -48,6 +49,7 @@ class Task:
     """Prompts to train on, prompts that only measure, and the reward for both (section 15).
 
     ``reward`` is called with the examples' columns by name. ``stop`` are texts of one token each that end a completion.
+    ``well_formed`` says whether a completion has the form of an answer, right or wrong; by default, whether it has text.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Task:
     heldout: list[Example]
     reward: RewardFunction
     stop: tuple[str, ...] = ()
+    well_formed: Callable[[str], bool] = bool
 
 
 def arithmetic_task() -> Task:
@@ -63,7 +66,7 @@ def arithmetic_task() -> Task:
         [Example(problem.prompt, {"answer": problem.answer}) for problem in problems]
         for problems in addition_problems()
     )
-    return Task("arithmetic", train, heldout, addition_reward)
+    return Task("arithmetic", train, heldout, addition_reward, well_formed=is_number)
 
 
 def reasoning_gym_datasets() -> dict[str, list[str]]:

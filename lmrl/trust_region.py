@@ -6,7 +6,7 @@ Do not edit: change the notebook, then `make export`.
 
 import torch
 
-__all__ = ["entropy", "kl_exact", "log_ratio", "kl_k1", "kl_k2", "kl_k3"]
+__all__ = ["entropy", "kl_exact", "fisher_matrix", "natural_step", "log_ratio", "kl_k1", "kl_k2", "kl_k3"]
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -34,6 +34,29 @@ def kl_exact(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     probs = logprobs.exp()
     never = probs == 0
     return (probs * (logprobs.masked_fill(never, 0) - ref_logprobs.masked_fill(never, 0))).sum(-1)
+
+
+def fisher_matrix(probabilities: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """F = Σ p s sᵀ, [P, P], of N outcomes: probabilities [N] that sum to 1, and their scores ∇log π, [N, P].
+
+    The outcomes can be tokens in one state, or all leaves of a tree (`leaf_probabilities` and `score_matrix`). For small
+    P only: the matrix is stored. No gradient flows through it. Section 9, equation 9.1.
+    """
+    p, scores = probabilities.detach(), scores.detach()
+    return scores.T @ (p[:, None] * scores)
+
+
+def natural_step(gradient: torch.Tensor, fisher: torch.Tensor, delta: float) -> torch.Tensor:
+    """The step Δ [P] that gains the most to first order among those with ½ ΔᵀFΔ = delta nats; 0 for a gradient of 0.
+
+    gradient [P]; fisher [P, P], symmetric, singular or not. Raises ValueError unless delta > 0. Section 9, equation 9.4;
+    Amari 1998, Kakade 2001; the step of TRPO (Schulman et al., 2015) before its line search.
+    """
+    if not delta > 0:
+        raise ValueError(f"delta is {delta}; a KL budget is above 0, for example 0.01 nats")
+    direction = torch.linalg.pinv(fisher, hermitian=True) @ gradient
+    gain = gradient @ direction
+    return direction * (0.0 if gain == 0 else (2 * delta / gain).sqrt())
 
 
 def log_ratio(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:

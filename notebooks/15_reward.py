@@ -81,7 +81,7 @@ class RewardError(ValueError):
 
 
 # %% [markdown]
-# Here are eight answers of section 1's policy to one prompt, and four programs that could be called a verifier. They do
+# Here are some answers of section 1's policy to one prompt, and four programs that could be called a verifier. They do
 # not agree, and the policy will learn whichever it is given. The second is content with part of the digits. The third is
 # content with any number: a *format* reward, which alone teaches nothing about addition. The fourth measures how far off
 # the answer is, and for a text that is not a number it can say nothing.
@@ -291,6 +291,7 @@ class Task:
     """Prompts to train on, prompts that only measure, and the reward for both (section 15).
 
     ``reward`` is called with the examples' columns by name. ``stop`` are texts of one token each that end a completion.
+    ``well_formed`` says whether a completion has the form of an answer, right or wrong; by default, whether it has text.
     """
 
     name: str
@@ -298,6 +299,7 @@ class Task:
     heldout: list[Example]
     reward: RewardFunction
     stop: tuple[str, ...] = ()
+    well_formed: Callable[[str], bool] = bool
 
 
 # %% [markdown]
@@ -312,7 +314,7 @@ def arithmetic_task() -> Task:
         [Example(problem.prompt, {"answer": problem.answer}) for problem in problems]
         for problems in addition_problems()
     )
-    return Task("arithmetic", train, heldout, addition_reward)
+    return Task("arithmetic", train, heldout, addition_reward, well_formed=is_number)
 
 
 # %% [markdown]

@@ -36,7 +36,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -96,24 +96,24 @@ class TrainConfig:
     seed: int = 0
     """Seed of the warm start, the order of the prompts and the sampling."""
 
-    max_steps: int = 400
+    max_steps: int = 600
     """Optimiser steps' worth of generated batches."""
     per_device_train_batch_size: int = 512
     """Completions that go through the model at once."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimiser step; changes memory, not the result."""
-    num_generations: int = 8
+    num_generations: int = 4
     """Completions per prompt, G."""
-    num_iterations: int = 1
+    num_iterations: int = 2
     """Optimiser steps taken from each generated batch."""
     max_completion_length: int = 4
     """Cap on the tokens of a completion."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in scoring."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
-    warmup_steps: int = 10
+    warmup_steps: int = 40
     """Steps over which the learning rate rises from zero."""
     lr_scheduler_type: str = "linear"
     """After the warm-up: "linear" to zero, or "constant"."""
@@ -181,7 +181,9 @@ def check_config(config: "TrainConfig") -> None:
             f"which num_generations {config.num_generations} does not divide; change one of them"
         )
     if not 0 < config.epsilon < 1:
-        raise ValueError(f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1")
+        raise ValueError(
+            f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1"
+        )
     if config.epsilon_high is not None and not config.epsilon_high > 0:
         raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
     if not config.beta >= 0:
@@ -483,7 +485,7 @@ class Trainer:
                 piece_loss.backward()
                 pieces[i] = (piece, piece_weights)
                 passes.append((metrics, piece.mask))
-                loss += float(piece_loss)
+                loss += float(piece_loss.detach())
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
             require_finite("the gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
             self.optimizer.step()
@@ -601,7 +603,7 @@ def optional_import(module: str, extra: str):
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is not installed; pip install 'lmrl[{extra}]'") from error
+        raise ImportError(f"{error.name} is not installed; pip install 'lmrl[{extra}]'") from error
 
 
 # %% tags=["export:figures"]
@@ -679,9 +681,10 @@ class RunResult:
     interrupted: bool
 
 
-def run(trainer: Trainer) -> RunResult:
+def run(trainer: Trainer, plot: Callable) -> RunResult:
     """Train for ``config.max_steps`` steps and leave everything in the run's folder (section 16).
 
+    ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one.
     The folder gets config.json, metrics.jsonl, TensorBoard events, learning_curve.png, samples.jsonl and checkpoint/, a
     Hugging Face folder. A step that fails leaves the last checkpoint as it was.
     """
@@ -702,7 +705,7 @@ def run(trainer: Trainer) -> RunResult:
     log.close()
     after = evaluate(trainer)
     write_samples(folder / "samples.jsonl", {"before": before, "after": after})
-    curve = learning_curve(log.records, {0: before.pass_at_1, trainer.steps_done: after.pass_at_1})
+    curve = plot(log.records, {0: before.pass_at_1, trainer.steps_done: after.pass_at_1})
     curve.savefig(folder / "learning_curve.png")
     return RunResult(folder, before, after, interrupt.requested)
 
@@ -785,7 +788,7 @@ def build_trainer(config: TrainConfig) -> Trainer:
     model = load_policy(path, dtype=config.dtype, device=device)
     sampler = TorchSampler(
         model,
-        stop_token_ids(tokenizer, model),
+        stop_token_ids(tokenizer, model, task.stop),
         tokenizer.pad_token_id,
         config.max_completion_length,
         config.temperature,
@@ -798,7 +801,7 @@ def build_trainer(config: TrainConfig) -> Trainer:
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
     trainer = build_trainer(config)
-    result = run(trainer)
+    result = run(trainer, optional_import("lmrl.figures.trainer", "train").learning_curve)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lmrl.trainer as trainer_module
 from lmrl.config import TrainConfig
+from lmrl.figures.trainer import learning_curve
 from lmrl.loss import LOSS_TYPES
 from lmrl.policy import build_policy, build_tokenizer, is_number
 from lmrl.rewards import RewardError
@@ -39,6 +40,7 @@ SMALL = TrainConfig(
     num_eval_generations=2,
     learning_rate=1e-3,
     warmup_steps=0,
+    num_iterations=1,
     save_steps=4,
 )
 
@@ -64,7 +66,7 @@ def make_trainer(config=SMALL, reward=count_sevens, model_seed=0, dtype=torch.fl
     model = build_policy(tokenizer, seed=model_seed).to(dtype)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = dropout
-    task = Task("sevens", examples(), examples(), reward, is_number)
+    task = Task("sevens", examples(), examples(), reward, well_formed=is_number)
     sampler = TorchSampler(
         model, [tokenizer.eos_token_id], tokenizer.pad_token_id, config.max_completion_length, config.temperature
     )
@@ -88,7 +90,7 @@ def rollouts_of(trainer, seed=0):
 def test_it_learns_what_the_reward_says():
     trainer = make_trainer(replace(SMALL, max_steps=40, per_device_train_batch_size=64, learning_rate=3e-3))
     rewards = [trainer.step()["reward"] for _ in range(40)]
-    assert sum(rewards[:5]) / 5 < 0.6 and sum(rewards[-5:]) / 5 > 1.5
+    assert rewards[0] < 0.6 and sum(rewards[-5:]) / 5 > 1.5
 
 
 def test_first_ratios_are_exactly_one_and_the_sampler_agrees():
@@ -205,15 +207,31 @@ def test_every_completion_truncated_and_masked_is_a_zero_step():
     assert torch.equal(parameters(trainer), before)
 
 
-def test_the_eos_token_is_trained():
-    """Rewarding short answers makes the policy stop sooner, which it cannot learn if the EOS is masked."""
-
+def final_length_when_short_answers_pay():
     def prefer_short(prompts, completions, **columns):
         return [-float(len(completion)) for completion in completions]
 
-    trainer = make_trainer(replace(SMALL, max_steps=40, per_device_train_batch_size=64), reward=prefer_short)
-    lengths = [trainer.step()["completion_length"] for _ in range(40)]
-    assert sum(lengths[:3]) / 3 > 3.5 and sum(lengths[-3:]) / 3 < 2.0
+    config = replace(SMALL, max_steps=30, per_device_train_batch_size=64, learning_rate=3e-3)
+    trainer = make_trainer(config, reward=prefer_short)
+    lengths = [trainer.step()["completion_length"] for _ in range(config.max_steps)]
+    assert lengths[0] > 3.5
+    return sum(lengths[-3:]) / 3
+
+
+def test_the_eos_token_is_trained():
+    """Rewarding short answers makes the policy stop at once."""
+    assert final_length_when_short_answers_pay() < 1.5
+
+
+def test_planted_fault_a_masked_eos_is_noticed(monkeypatch):
+    """With the stop token masked, the same run does not learn to stop at once: the check above would fail."""
+
+    def without_stop_token(rollouts, mask_truncated_completions):
+        last = rollouts.mask & (rollouts.mask.cumsum(1) == rollouts.mask.sum(1, keepdim=True))
+        return rollouts.mask & ~(last & ~rollouts.truncated[:, None])
+
+    monkeypatch.setattr(trainer_module, "loss_mask", without_stop_token)
+    assert final_length_when_short_answers_pay() > 1.5
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -312,7 +330,7 @@ def test_the_same_seed_gives_the_same_run():
 
 def test_a_run_leaves_what_it_promises(tmp_path):
     trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path), name="r"))
-    result = run(trainer)
+    result = run(trainer, learning_curve)
     assert result.folder == tmp_path / "r" and not result.interrupted
     lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -332,11 +350,11 @@ def test_a_run_leaves_what_it_promises(tmp_path):
 
 def test_runs_do_not_overwrite_each_other(tmp_path):
     config = replace(SMALL, max_steps=1, output_dir=str(tmp_path))
-    folders = [run(make_trainer(config)).folder.name for _ in range(2)]
+    folders = [run(make_trainer(config), learning_curve).folder.name for _ in range(2)]
     assert folders == ["arithmetic-1", "arithmetic-2"]
     named = replace(config, name="arithmetic-1")
     with pytest.raises(FileExistsError, match="choose another --name"):
-        run(make_trainer(named))
+        run(make_trainer(named), learning_curve)
 
 
 def test_a_reward_that_fails_at_once_leaves_no_folder(tmp_path):
@@ -345,7 +363,7 @@ def test_a_reward_that_fails_at_once_leaves_no_folder(tmp_path):
 
     trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path / "runs")), reward=broken)
     with pytest.raises(RewardError, match="answer_key"):
-        run(trainer)
+        run(trainer, learning_curve)
     assert not (tmp_path / "runs").exists()
 
 
@@ -360,7 +378,7 @@ def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tmp_path):
 
     trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path), name="r", save_steps=2), reward=breaks_later)
     with pytest.raises(RewardError):
-        run(trainer)
+        run(trainer, learning_curve)
     assert json.loads((tmp_path / "r" / "checkpoint" / "lmrl.json").read_text())["step"] >= 4
     AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "checkpoint")
 

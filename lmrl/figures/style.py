@@ -7,8 +7,6 @@ Do not edit: change the notebook, then `make export`.
 import io
 from collections.abc import Callable
 
-import ipywidgets as widgets
-from IPython.display import Markdown, display
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
@@ -44,15 +42,20 @@ def new_figure(nrows: int = 1, ncols: int = 1, height: float = 3.2, **options):
 
 def show(figure: Figure, caption: str, alt: str) -> None:
     """Display ``figure`` in a notebook with alternative text, and its caption below it."""
+    from IPython.display import Markdown, display
+
     display(figure, metadata={"image/png": {"alt": alt}})
     display(Markdown(f"*{caption}*"))
 
 
-def explore(draw: Callable[..., Figure], **controls: widgets.Widget) -> None:
+def explore(draw: Callable[..., Figure], **controls) -> None:
     """Show ``draw(**values)`` below ipywidgets ``controls`` and draw it again whenever one of them changes.
 
     ``controls`` are widgets with a ``value``, one for each argument of ``draw``. The picture is replaced in place.
     """
+    import ipywidgets as widgets
+    from IPython.display import display
+
     picture = widgets.Image(format="png")
 
     def update(_=None):

@@ -10,44 +10,72 @@ import torch
 from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
-from lmrl.trust_region import kl_exact, kl_k1, kl_k2, kl_k3
+from lmrl.trust_region import fisher_matrix, kl_exact, kl_k1, kl_k2, kl_k3
 
-__all__ = ["equal_steps", "kl_estimators"]
+__all__ = ["entropy_collapse", "equal_steps", "kl_estimators"]
+
+
+def entropy_collapse(exact, sampled) -> Figure:
+    """pass@1, pass@8 and entropy against the step: exact [S, 3] as lines, sampled [S, 3, seeds] as quartile bands."""
+    fig, (left, right) = new_figure(1, 2, height=2.9)
+    places = [(left, "pass@1", "reward", (4.2, 0.60)), (left, "pass@8", "advantage", (4.8, 0.93))]
+    for i, (ax, name, color, place) in enumerate([*places, (right, "entropy", "policy", (4.4, 0.42))]):
+        low, high = sampled[:, i].quantile(torch.tensor([0.25, 0.75], dtype=sampled.dtype), dim=-1)
+        ax.fill_between(range(len(exact)), low, high, color=COLORS[color], alpha=0.25, lw=0)
+        ax.plot(exact[:, i], color=COLORS[color], lw=2)
+        ax.annotate(name, place, color=COLORS[color])
+    left.set(xlabel="gradient steps", ylabel="probability", ylim=(0.5, 1.02))
+    right.set(xlabel="gradient steps", ylabel="entropy (nats)", ylim=(0, 0.72))
+    return fig
 
 
 def equal_steps(length: float = 0.8, delta: float = 0.02) -> Figure:
-    """Three policies over three tokens: steps of one length in the logits, and steps of one KL(old || new) = delta."""
+    """Three policies over three tokens: steps of one length in the logits, steps of one KL(old || new) = delta, and the
+    ellipse that the Fisher matrix makes of the latter."""
     plane = torch.tensor([[-1, 1, 0], [-1, -1, 2]], dtype=torch.float64) / torch.tensor([[2.0], [6.0]]).sqrt()
     corners = torch.tensor([[0, 0], [1, 0], [0.5, 0.75**0.5]], dtype=torch.float64)
-    angles = torch.linspace(0, 2 * math.pi, 361, dtype=torch.float64)[:, None]
+    angles = torch.linspace(0, 2 * math.pi, 181, dtype=torch.float64)[:, None]
     rays = torch.cat([angles.cos(), angles.sin()], 1)
     fig, (left, right) = new_figure(1, 2, height=3.5)
     for centre in torch.tensor([[-0.6, 1.0], [2.8, -0.3], [-0.4, -3.6]], dtype=torch.float64):
-        low, high = torch.zeros_like(angles), torch.full_like(angles, 100.0)
-        for _ in range(50):
-            middle = (low + high) / 2
-            logits = (centre + middle * rays) @ plane
-            outside = kl_exact((centre @ plane).expand_as(logits), logits)[:, None] > delta
-            low, high = torch.where(outside, low, middle), torch.where(outside, middle, high)
-        for radius, color, line in [(length, COLORS["policy"], "-"), (low, COLORS["reference"], "--")]:
-            points = centre + radius * rays
-            left.plot(*points.T, color=color, linestyle=line)
-            right.plot(*(torch.softmax(points @ plane, -1) @ corners).T, color=color, linestyle=line)
+        probs = torch.softmax(centre @ plane, -1)
+        fisher = fisher_matrix(probs, (torch.eye(3, dtype=torch.float64) - probs) @ plane.T)
+        ellipse = (2 * delta / (rays @ fisher * rays).sum(1, keepdim=True)).sqrt()
+        region = _kl_radius(centre @ plane, rays @ plane, delta)
+        for radius, color, line in [(length, "policy", "-"), (region, "reference", "--"), (ellipse, "error", ":")]:
+            points, style = centre + radius * rays, {"color": COLORS[color], "linestyle": line, "lw": 1.3}
+            left.plot(*points.T, **style)
+            right.plot(*(torch.softmax(points @ plane, -1) @ corners).T, **style)
         left.plot(*centre, "o", color="black", markersize=3)
-        right.plot(*(torch.softmax(centre @ plane, -1) @ corners), "o", color="black", markersize=3)
+        right.plot(*(probs @ corners), "o", color="black", markersize=3)
     return _label_equal_steps(fig, left, right, corners, length, delta)
+
+
+def _kl_radius(logits, rays, delta):
+    """How far one can go from logits [V] along each of rays [N, V] until KL(old || new) is delta, [N, 1]."""
+    low, high = torch.zeros(len(rays), 1, dtype=torch.float64), torch.full((len(rays), 1), 100.0, dtype=torch.float64)
+    for _ in range(40):
+        middle = (low + high) / 2
+        outside = kl_exact(logits.expand_as(rays), logits + middle * rays)[:, None] > delta
+        low, high = torch.where(outside, low, middle), torch.where(outside, middle, high)
+    return low
 
 
 def _label_equal_steps(fig, left, right, corners, length, delta):
     left.set(title="logits", xlim=(-2.6, 7.6), ylim=(-7.6, 2.6), xlabel="token 2 against token 1")
     left.set_ylabel("token 3 against both")
     left.set_aspect("equal")
-    left.text(0.4, 1.3, f"steps of length {length}", color=COLORS["policy"], va="center")
-    left.text(0.2, -5.5, f"steps of KL {delta} nats", color=COLORS["reference"], va="center")
+    for y, label, color, line in [
+        (-5.0, f"length {length:.2g}", "policy", "-"),
+        (-6.0, f"KL {delta:.2g} nats", "reference", "--"),
+        (-7.0, f"½ ΔᵀFΔ = {delta:.2g}", "error", ":"),
+    ]:
+        left.plot([1.8, 3.2], [y, y], color=COLORS[color], linestyle=line)
+        left.text(3.5, y, label, color=COLORS[color], va="center", fontsize=9)
     right.plot(*corners[[0, 1, 2, 0]].T, color="black", linewidth=0.8)
     for token, (x, y) in enumerate(corners.tolist(), start=1):
         right.text(x, y + (0.02 if y else -0.03), f"token {token}", ha="center", va="bottom" if y else "top")
-    right.set(title="probabilities", ylim=(-0.12, 1))
+    right.set(title="probabilities", xlim=(-0.1, 1.1), ylim=(-0.12, 1))
     right.set_aspect("equal")
     right.axis("off")
     return fig

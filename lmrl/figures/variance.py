@@ -13,7 +13,7 @@ from lmrl.variance import memoryless_moments
 __all__ = ["noise_figure"]
 
 
-def noise_figure(right: tuple[int, ...] = (0,), length: int = 16, seed: int = 0) -> Figure:
+def noise_figure(right: tuple[int, ...] = (0,), length: int = 8, seed: int = 0) -> Figure:
     """Gradient estimates around ∇J, and the error of their average against N.
 
     Completions of `length` tokens drawn from (.5, .3, .2); the reward is 1 if the first token is in `right`.
@@ -22,60 +22,59 @@ def noise_figure(right: tuple[int, ...] = (0,), length: int = 16, seed: int = 0)
     machine = torch.tensor([[1 if token in right else 2 for token in range(3)], [1] * 3, [2] * 3])
     exact = memoryless_moments(probabilities, machine, torch.tensor([0.0, 1.0, 0.0]), length)
     plane = torch.tensor([[1, -1, 0], [1, 1, -2]], dtype=torch.float64) / torch.tensor([[2.0], [6.0]]).sqrt()
-    samples = _sample_estimates(probabilities, right, length, 8 * 1024, seed) @ plane.T
-    fig, (left, curve) = new_figure(1, 2, height=3.6)
+    samples = _sample_estimates(probabilities, right, length, 8 * 1000, seed) @ plane.T
+    fig, (left, curve) = new_figure(1, 2, height=3.7)
+    fig.set_layout_engine("none")  # half the drawing time
+    fig.subplots_adjust(left=0.08, right=0.98, bottom=0.14, top=0.9, wspace=0.25)
     _cloud(left, samples[:400], plane @ exact.mean, length)
-    left.set_title(f"pass rate {probabilities[list(right)].sum():.1f}, T = {length}: SNR {exact.snr:.3f}")
-    _error_curve(curve, samples.view(8, 1024, 2), plane @ exact.mean, exact)
+    left.set_title(f"pass rate {probabilities[list(right)].sum():.1f}, T = {length}: SNR = {exact.snr:.3f}")
+    _error_curve(curve, samples.view(8, 1000, 2), plane @ exact.mean, exact)
     return fig
 
 
 def _sample_estimates(probabilities, right, length, count, seed):
     generator = torch.Generator().manual_seed(seed)
     first = torch.multinomial(probabilities, count, replacement=True, generator=generator)
-    others = torch.full((count,), length - 1.0, dtype=torch.float64)
+    others = torch.full((count,), length - 1.0, dtype=torch.float64)  # how many tokens are left to draw
     a = torch.binomial(others, probabilities[0].expand(count), generator=generator)
     b = torch.binomial(others - a, (probabilities[1] / probabilities[1:].sum()).expand(count), generator=generator)
     scores = torch.stack([a, b, others - a - b], 1) + torch.eye(3)[first] - length * probabilities
-    return torch.isin(first, torch.tensor(right))[:, None] * scores
+    return torch.where(torch.isin(first, torch.tensor(right))[:, None], scores, 0.0)
 
 
 def _cloud(ax, samples, gradient, length):
-    silent = (samples == 0).all(1)
-    ax.plot(*samples[~silent].T, ".", color=COLORS["policy"], alpha=0.35, ms=5, mew=0)
-    if silent.any():
-        ax.plot(0, 0, "o", color=COLORS["reference"], ms=9)
+    points, counts = samples.unique(dim=0, return_counts=True)
+    silent = (points == 0).all(1)
+    color = [COLORS["reference"] if zero else COLORS["policy"] for zero in silent]
+    ax.scatter(*points.T, s=6 * counts, c=color, alpha=0.55, lw=0)
     average = samples.cumsum(0) / torch.arange(1, len(samples) + 1)[:, None]
-    ax.plot(*average.T, color=COLORS["advantage"], lw=1)
-    ax.annotate("", gradient.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "lw": 2, "shrinkA": 0, "shrinkB": 0})
-    reach = 3 * (0.3 * length) ** 0.5 + 0.4
-    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="gradient, first axis")
-    ax.set_ylabel("second axis")
-    notes = {
-        f"● {silent.double().mean():.0%} of the estimates, all at 0": "reference",
-        "· the others": "policy",
-        "— running mean of 400": "advantage",
-    }
-    for row, (text, color) in enumerate(notes.items()):
-        ax.text(0.02, 0.98 - 0.07 * row, text, color=COLORS[color], transform=ax.transAxes, va="top", fontsize=9)
-    ax.text(0.02, 0.02, "→ ∇J" if gradient.any() else "∇J = 0", transform=ax.transAxes, fontsize=9)
+    ax.plot(*average[10:].T, color=COLORS["advantage"], lw=1.2)
+    reach = 2.4 * (0.3 * length) ** 0.5 + 0.5
+    if gradient.norm() > 1e-9:
+        ax.quiver(0, 0, *gradient, angles="xy", scale_units="xy", scale=1, width=0.012, zorder=3)
+    ax.text(0.02, 0.02, "∇J: the black arrow" if gradient.norm() > 1e-9 else "∇J = 0", transform=ax.transAxes)
+    share = counts[silent].sum() / len(samples)
+    notes = [(f"{share:.0%} of 400 estimates are 0", "reference")] if share else []
+    notes += [("the others", "policy")] if share < 1 else []
+    for row, (text, name) in enumerate([*notes, ("their running mean", "advantage")]):
+        ax.text(0.02, 0.99 - 0.07 * row, text, color=COLORS[name], transform=ax.transAxes, va="top", weight="bold")
+    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), xlabel="gradient, first axis", ylabel="second axis")
 
 
 def _error_curve(ax, runs, gradient, exact):
-    N = torch.logspace(0, 10, 41, base=2).round().long().unique()
-    errors = ((runs.cumsum(1) / torch.arange(1, 1025)[:, None] - gradient).norm(dim=-1))[:, N - 1]
-    ax.set(
-        xscale="log", yscale="log", xlim=(1, 1024), ylim=(3e-3, 30), xlabel="completions N", ylabel="error of the mean"
-    )
-    ax.set_title("error falls like 1/√N")
+    N = torch.logspace(0, 3, 41).round().long().unique()
+    errors = (runs.cumsum(1) / torch.arange(1, 1001)[:, None] - gradient).norm(dim=-1)[:, N - 1]
+    ax.set(xscale="log", yscale="log", xlim=(1, 1000), ylim=(3e-3, 30), xlabel="completions N")
+    for axis, ticks in ((ax.xaxis, (1, 10, 100, 1000)), (ax.yaxis, (0.01, 0.1, 1, 10))):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
     if not exact.variance:
         ax.text(0.5, 0.5, "every estimate is 0,\nand so is its error", transform=ax.transAxes, ha="center")
         return
-    ax.plot(N, errors.T, color=COLORS["error"], lw=0.6, alpha=0.5)
-    rms = [exact.averaged(n).mse ** 0.5 for n in N.tolist()]
-    ax.plot(N, rms, color=COLORS["error"], lw=2.5)
-    signal = gradient.norm().item()
-    if signal > 1e-9:
-        ax.axhline(signal, color=COLORS["reference"], ls="--", lw=1)
-        ax.text(1.1, signal * 0.93, "‖∇J‖", color=COLORS["reference"], va="top")
-        ax.text(1000, signal * 1.08, f"as long as ∇J at N = {exact.snr**-2:.0f}", ha="right", fontsize=9)
+    ax.set_title("distance of the mean of N from ∇J")
+    ax.plot(N, errors.T, color=COLORS["error"], lw=0.6, alpha=0.4)
+    ax.plot(N, [exact.averaged(n).mse ** 0.5 for n in N.tolist()], color=COLORS["error"], lw=2.5)
+    ax.text(0.97, 0.97, "bold: exact, falls like 1/√N\nthin: eight runs", transform=ax.transAxes, ha="right", va="top")
+    if gradient.norm() > 1e-9:
+        ax.axhline(gradient.norm(), color=COLORS["reference"], ls="--", lw=1.2)
+        ax.text(1.1, gradient.norm() * 0.9, f"‖∇J‖, reached at N = {exact.snr**-2:.0f}", va="top")
