@@ -34,10 +34,26 @@
 # %%
 import math
 
+import ipywidgets as widgets
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.baselines import group_advantages
+from lmrl.figures.style import COLORS, explore, new_figure, show
+from lmrl.tree import (
+    TabularPolicy,
+    enumerate_tree,
+    exact_gradient,
+    exact_values,
+    expectation,
+    flat_gradient,
+    leaf_probabilities,
+    row_gradients,
+    score_matrix,
+    sequence_kl,
+    visit_probabilities,
+)
 
 # %% [markdown]
 # ## Failure one: nothing left to compare
@@ -88,8 +104,117 @@ assert contrast[0] > 0.9 and contrast[-1] < 0.003
 
 # %% [markdown]
 # At $c = 8$ fewer than three groups in a thousand still contain two different answers. The gradient that could undo
-# the collapse is gone together with the variety; entropy is logged at every step because it falls before the reward
-# does.
+# the collapse is gone together with the variety.
+#
+# **Claim 9.1.** Training does this by itself, and the expected reward does not show it. Take three prompts with two
+# possible answers, A and B. A is right for the first two prompts, B for the third. The policy prefers A with log-odds
+# $u + 0.3$, $u$ and $u - 0.3$; the preference $u$ is its one parameter, shared by the prompts as a network's weights are.
+#
+# What could still be found with more tries is measured by **pass@k**, the probability that at least one of $k$ samples
+# is right: $1 - (1 - p)^k$ for a prompt that a single sample solves with probability $p$. With $k = 1$ it is $J$.
+
+
+# %% tags=["demo"]
+offsets = torch.tensor([0.3, 0.0, -0.3], dtype=torch.float64)
+a_is_right = torch.tensor([True, True, False])
+
+
+def chance_of_right(u):
+    """The probability of the right answer for each prompt: u [.., 1], or [.., 3] with one for each, -> [.., 3]."""
+    chance_of_a = torch.sigmoid(u + offsets)
+    return torch.where(a_is_right, chance_of_a, 1 - chance_of_a)
+
+
+def report(u):
+    """pass@1, pass@8 and the entropy in nats, averaged over the prompts, [3, ..]."""
+    right = chance_of_right(u)
+    return torch.stack([right, 1 - (1 - right) ** 8, entropy(torch.stack([right, 1 - right], -1).log())]).mean(-1)
+
+
+def ascend(u, learning_rate=20.0, steps=8):
+    """Exact gradient steps on pass@1; the reports before the first and after each, [steps + 1, 3]."""
+    reports = [report(u)]
+    for _ in range(steps):
+        u.requires_grad_()
+        (slope,) = torch.autograd.grad(report(u)[0], u)
+        u = (u + learning_rate * slope).detach()
+        reports.append(report(u))
+    return torch.stack(reports)
+
+
+# %%
+exact = ascend(torch.zeros(1, dtype=torch.float64))
+for step, row in enumerate(exact.tolist()):
+    print("after %d steps: pass@1 %.3f   pass@8 %.3f   entropy %.3f nats" % (step, *row))
+wanted = torch.tensor([[0.550, 0.998, 0.686], [0.662, 0.774, 0.155]], dtype=torch.float64)
+assert torch.allclose(exact[[0, -1]], wanted, rtol=0, atol=5e-4)
+assert (exact[:, 0].diff() > 0).all() and (exact[:, 1:].diff(dim=0) < 0).all()
+assert exact[-1, 0] - exact[4, 0] < 0.005 and exact[4, 1] - exact[-1, 1] > 0.05
+
+# %% [markdown]
+# pass@1 is up by a fifth and has stopped moving; pass@8 has lost a fifth, and the entropy is still falling. The policy
+# has learned to say A, also where A is wrong: the third prompt was outvoted.
+#
+# Those were exact gradients. Here are sampled ones: groups of eight for each prompt, centred by section 6, over 400
+# seeds.
+
+# %%
+seeds, G = 400, 8
+generator = torch.Generator().manual_seed(0)
+group = torch.arange(3 * seeds).repeat_interleave(G)
+u = torch.zeros(seeds, 1, dtype=torch.float64)
+sampled, tied = [report(u)], []
+for _ in range(8):
+    right = chance_of_right(u)[..., None]  # [seeds, 3, 1]
+    rewards = (torch.rand(seeds, 3, G, generator=generator, dtype=torch.float64) < right).double()
+    advantages = group_advantages(rewards.flatten(), group, scale="none").view_as(rewards)
+    score = torch.where(a_is_right[:, None], rewards - right, right - rewards)  # of the answer that was written, in u
+    u = u + 20 * (advantages * score).mean((1, 2))[:, None]
+    sampled.append(report(u))
+    tied.append((advantages == 0).all(-1).double().mean().item())
+sampled = torch.stack(sampled)  # [9, 3, seeds]
+mean, error = sampled[-1].mean(-1), 2 * sampled[-1].std(-1) / seeds**0.5
+for name, m, e in zip(("pass@1", "pass@8", "entropy"), mean.tolist(), error.tolist()):
+    print(f"{name} {m:.3f} ± {e:.3f}")
+print("groups in which all answers earn the same:", [f"{share:.2f}" for share in tied])
+assert mean[0] - error[0] > 0.64 and mean[1] + error[1] < 0.85 and mean[2] + error[2] < 0.25
+assert tied[0] < 0.05 and tied[-1] > 0.6
+
+
+# %% tags=["export:figures"]
+def entropy_collapse(exact, sampled) -> Figure:
+    """pass@1, pass@8 and entropy against the step: exact [S, 3] as lines, sampled [S, 3, seeds] as quartile bands."""
+    fig, (left, right) = new_figure(1, 2, height=2.9)
+    places = [(left, "pass@1", "reward", (4.2, 0.60)), (left, "pass@8", "advantage", (4.8, 0.93))]
+    for i, (ax, name, color, place) in enumerate([*places, (right, "entropy", "policy", (4.4, 0.42))]):
+        low, high = sampled[:, i].quantile(torch.tensor([0.25, 0.75], dtype=sampled.dtype), dim=-1)
+        ax.fill_between(range(len(exact)), low, high, color=COLORS[color], alpha=0.25, lw=0)
+        ax.plot(exact[:, i], color=COLORS[color], lw=2)
+        ax.annotate(name, place, color=COLORS[color])
+    left.set(xlabel="gradient steps", ylabel="probability", ylim=(0.5, 1.02))
+    right.set(xlabel="gradient steps", ylabel="entropy (nats)", ylim=(0, 0.72))
+    return fig
+
+
+# %%
+show(
+    entropy_collapse(exact, sampled),
+    caption="What one sample earns stops rising while what eight samples can find keeps falling. Band: half of the runs.",
+    alt="Left: pass@1 rises from 0.55 to 0.66 and is flat after four steps; pass@8 falls from 1 to 0.77. Right: the "
+    "entropy falls from 0.69 to 0.16. Sampled runs follow the exact lines.",
+)
+
+# %% [markdown]
+# One reservation. Falling entropy does not by itself make pass@8 worse. Here it does because the prompts share $u$ and
+# pull it in opposite directions. Give each prompt its own $u$, and the entropy falls as well, but on the right answers:
+
+# %%
+apart = ascend(torch.zeros(3, dtype=torch.float64))
+print("own parameters: pass@1 %.3f   pass@8 %.3f   entropy %.3f nats" % tuple(apart[-1].tolist()))
+assert apart[-1, 1] > apart[0, 1] and apart[-1, 2] < 0.25
+
+# %% [markdown]
+# So entropy is a warning, not a verdict. It is logged at every step because it falls before the reward stops.
 #
 # ## Failure two: a small step in θ can be a large step in π
 #
@@ -124,7 +249,7 @@ def kl_exact(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
 
 
 # %% [markdown]
-# Now two steps of the same length, 1, from one policy over three tokens. The first two tokens are equally likely, the
+# **Claim 9.2.** Now two steps of the same length, 1, from one policy over three tokens. The first two tokens are equally likely, the
 # third is rare. One step takes from the first token and gives to the second; the other lowers the rare token against
 # both.
 
@@ -162,45 +287,150 @@ for step in (trade, lower):
     print(f"KL {cumulant:.5f}, half the variance {half_variance:.5f}")
 
 # %% [markdown]
+# ## The ruler, in general
+#
+# The parameters of a real policy are not its logits. The formula survives, with another variance. Let $\theta$ move by
+# $\Delta$, and expand $\log\pi_{\theta+\Delta}$ in $\mathrm{KL} = -\mathbb{E}_{\pi_\theta}[\log\pi_{\theta+\Delta} -
+# \log\pi_\theta]$ to second order:
+#
+# $$\mathrm{KL}(\pi_\theta \,\|\, \pi_{\theta+\Delta}) \approx -\Delta^\top \mathbb{E}[\nabla\log\pi]
+# - \tfrac12\,\Delta^\top\, \mathbb{E}[\nabla^2\log\pi]\, \Delta .$$
+#
+# The first mean is zero: scores average to zero (section 2). In the second, $\nabla^2 \log\pi = \nabla^2\pi / \pi -
+# \nabla\log\pi\,\nabla\log\pi^\top$, and the mean of $\nabla^2\pi/\pi$ is $\nabla^2 \sum \pi = 0$ again. What is left is
+# the **Fisher matrix**, the covariance of the score:
+#
+# $$\mathrm{KL}(\pi_\theta \,\|\, \pi_{\theta+\Delta}) \approx \tfrac12\, \Delta^\top F \Delta, \qquad
+# F = \mathbb{E}_{\pi_\theta}\big[\nabla\log\pi\; \nabla\log\pi^\top\big]. \tag{9.1}$$
+#
+# So $\Delta^\top F \Delta$ is the variance of $\Delta^\top \nabla\log\pi$, which for logits is the variance of $\Delta(a)$.
+
+
+# %% tags=["export"]
+def fisher_matrix(probabilities: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """F = Σ p s sᵀ, [P, P], of N outcomes: probabilities [N] that sum to 1, and their scores ∇log π, [N, P].
+
+    The outcomes can be tokens in one state, or all leaves of a tree (`leaf_probabilities` and `score_matrix`). For small
+    P only: the matrix is stored. No gradient flows through it. Section 9, equation 9.1.
+    """
+    p, scores = probabilities.detach(), scores.detach()
+    return scores.T @ (p[:, None] * scores)
+
+
+# %% [markdown]
+# On section 2's tree the outcomes are whole completions. As the KL does, the Fisher matrix then splits into one term for
+# each state, weighted by the probability $d(s)$ of visiting it. Inside a state, in the logits, it is
+# $\mathrm{diag}(\pi) - \pi\pi^\top$.
+
+# %%
+policy = TabularPolicy(vocab_size=3, max_length=3, seed=0)
+tree = enumerate_tree(policy, max_length=3, eos_id=0)
+fisher = fisher_matrix(leaf_probabilities(tree), score_matrix(tree, policy.parameters()))
+probs = tree.log_policy.detach().exp()  # [S, V]
+in_state = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None, :]  # [S, V, V]
+by_state = visit_probabilities(tree).detach()[:, None, None] * in_state
+blocks = fisher.view(13, 3, 13, 3)  # 13 rows of the table, some of them behind a stop token and never visited
+visited = (blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)).flatten(1).abs().sum(-1) > 0
+assert visited.sum() == len(by_state)
+assert torch.allclose(torch.block_diag(*by_state), blocks[visited][:, :, visited].reshape(21, 21), rtol=0, atol=1e-10)
+print(f"{len(fisher)} parameters, rank {torch.linalg.matrix_rank(fisher, hermitian=True)}: two for each of 7 states")
+
+# %% [markdown]
+# The rank is less than the number of parameters, because some changes of $\theta$ do not change the policy at all: a
+# constant added to all logits of a state, or logits of a state that is never reached.
+#
+# **Claim 9.3.** How good is the approximation? If it is right to second order, what it leaves out shrinks with the third
+# power of the step. Take one random direction, lengths from $10^{-3}$ to $10^{-1}$, and fit a line through logarithms.
+
+# %%
+start = policy.logits.detach().clone()
+direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+direction /= direction.norm()
+lengths, left_out = np.logspace(-3, -1, 9), []
+for length in lengths:
+    policy.logits.data = start + length * direction
+    kl = sequence_kl(tree, enumerate_tree(policy, max_length=3, eos_id=0)).item()
+    left_out.append(abs(kl - length**2 * (direction.flatten() @ fisher @ direction.flatten()).item() / 2))
+policy.logits.data = start
+(slope, _), covariance = np.polyfit(np.log(lengths), np.log(left_out), 1, cov=True)
+print(f"step {lengths[-1]:.1f}: KL {kl:.2e}, of which left out {left_out[-1]:.1e}")
+print(f"slope {slope:.4f} ± {2 * covariance[0, 0] ** 0.5:.4f}")
+assert abs(slope - 3) < 0.05
+
+# %% [markdown]
+# The exponent is not always 3. The exact expression above continues: the logarithm of $\mathbb{E}[e^\Delta]$ is the sum of
+# the cumulants of $\Delta$ under $\pi$, and after half the variance comes a sixth of the third cumulant,
+# $\mathbb{E}[(\Delta - \mathbb{E}\Delta)^3]$. If $\Delta$ is distributed symmetrically, as in any step from a uniform
+# policy over two tokens, the third cumulant is zero, and the remainder is of fourth order.
+
+# %%
+for name, z, step in [
+    ("uniform over two", torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)),
+    ("(.8, .2)", torch.tensor([0.8, 0.2], dtype=torch.float64).log(), torch.tensor([1.0, -1.0], dtype=torch.float64)),
+]:
+    p, t = z.softmax(-1), torch.from_numpy(np.logspace(-2, -1, 9))[:, None]
+    centred = step - (p * step).sum()
+    variance, third = (p * centred**2).sum(), (p * centred**3).sum()
+    remainder = (kl_exact(z.expand(9, 2), z + t * step) - t[:, 0] ** 2 * variance / 2).abs()
+    slope = np.polyfit(t[:, 0].log().numpy(), remainder.log().numpy(), 1)[0]
+    print(f"{name}: third cumulant {third:+.3f}, slope {slope:.3f}")
+    assert abs(slope - (4 if abs(third) < 1e-12 else 3)) < 0.1
+
+# %% [markdown]
 # The picture shows it for three tokens. Each panel draws the same three policies. On the left, their logits (adding a
 # constant to all three changes nothing, so two dimensions are enough); on the right, their probabilities, one corner
-# per token. Solid: all steps of one length in the logits. Dashed: all steps of one KL.
+# per token. Solid: all steps of one length in the logits. Dashed: all steps of one KL. Dotted: the ellipse
+# $\tfrac12\Delta^\top F \Delta = \delta$ that approximates it.
 
 
 # %% tags=["export:figures"]
 def equal_steps(length: float = 0.8, delta: float = 0.02) -> Figure:
-    """Three policies over three tokens: steps of one length in the logits, and steps of one KL(old || new) = delta."""
+    """Three policies over three tokens: steps of one length in the logits, steps of one KL(old || new) = delta, and the
+    ellipse that the Fisher matrix makes of the latter."""
     plane = torch.tensor([[-1, 1, 0], [-1, -1, 2]], dtype=torch.float64) / torch.tensor([[2.0], [6.0]]).sqrt()
     corners = torch.tensor([[0, 0], [1, 0], [0.5, 0.75**0.5]], dtype=torch.float64)
-    angles = torch.linspace(0, 2 * math.pi, 361, dtype=torch.float64)[:, None]
+    angles = torch.linspace(0, 2 * math.pi, 181, dtype=torch.float64)[:, None]
     rays = torch.cat([angles.cos(), angles.sin()], 1)
     fig, (left, right) = new_figure(1, 2, height=3.5)
     for centre in torch.tensor([[-0.6, 1.0], [2.8, -0.3], [-0.4, -3.6]], dtype=torch.float64):
-        low, high = torch.zeros_like(angles), torch.full_like(angles, 100.0)
-        for _ in range(50):
-            middle = (low + high) / 2
-            logits = (centre + middle * rays) @ plane
-            outside = kl_exact((centre @ plane).expand_as(logits), logits)[:, None] > delta
-            low, high = torch.where(outside, low, middle), torch.where(outside, middle, high)
-        for radius, color, line in [(length, COLORS["policy"], "-"), (low, COLORS["reference"], "--")]:
-            points = centre + radius * rays
-            left.plot(*points.T, color=color, linestyle=line)
-            right.plot(*(torch.softmax(points @ plane, -1) @ corners).T, color=color, linestyle=line)
+        probs = torch.softmax(centre @ plane, -1)
+        fisher = fisher_matrix(probs, (torch.eye(3, dtype=torch.float64) - probs) @ plane.T)
+        ellipse = (2 * delta / (rays @ fisher * rays).sum(1, keepdim=True)).sqrt()
+        region = _kl_radius(centre @ plane, rays @ plane, delta)
+        for radius, color, line in [(length, "policy", "-"), (region, "reference", "--"), (ellipse, "error", ":")]:
+            points, style = centre + radius * rays, {"color": COLORS[color], "linestyle": line, "lw": 1.3}
+            left.plot(*points.T, **style)
+            right.plot(*(torch.softmax(points @ plane, -1) @ corners).T, **style)
         left.plot(*centre, "o", color="black", markersize=3)
-        right.plot(*(torch.softmax(centre @ plane, -1) @ corners), "o", color="black", markersize=3)
+        right.plot(*(probs @ corners), "o", color="black", markersize=3)
     return _label_equal_steps(fig, left, right, corners, length, delta)
+
+
+def _kl_radius(logits, rays, delta):
+    """How far one can go from logits [V] along each of rays [N, V] until KL(old || new) is delta, [N, 1]."""
+    low, high = torch.zeros(len(rays), 1, dtype=torch.float64), torch.full((len(rays), 1), 100.0, dtype=torch.float64)
+    for _ in range(40):
+        middle = (low + high) / 2
+        outside = kl_exact(logits.expand_as(rays), logits + middle * rays)[:, None] > delta
+        low, high = torch.where(outside, low, middle), torch.where(outside, middle, high)
+    return low
 
 
 def _label_equal_steps(fig, left, right, corners, length, delta):
     left.set(title="logits", xlim=(-2.6, 7.6), ylim=(-7.6, 2.6), xlabel="token 2 against token 1")
     left.set_ylabel("token 3 against both")
     left.set_aspect("equal")
-    left.text(0.4, 1.3, f"steps of length {length}", color=COLORS["policy"], va="center")
-    left.text(0.2, -5.5, f"steps of KL {delta} nats", color=COLORS["reference"], va="center")
+    for y, label, color, line in [
+        (-5.0, f"length {length:.2g}", "policy", "-"),
+        (-6.0, f"KL {delta:.2g} nats", "reference", "--"),
+        (-7.0, f"½ ΔᵀFΔ = {delta:.2g}", "error", ":"),
+    ]:
+        left.plot([1.8, 3.2], [y, y], color=COLORS[color], linestyle=line)
+        left.text(3.5, y, label, color=COLORS[color], va="center", fontsize=9)
     right.plot(*corners[[0, 1, 2, 0]].T, color="black", linewidth=0.8)
     for token, (x, y) in enumerate(corners.tolist(), start=1):
         right.text(x, y + (0.02 if y else -0.03), f"token {token}", ha="center", va="bottom" if y else "top")
-    right.set(title="probabilities", ylim=(-0.12, 1))
+    right.set(title="probabilities", xlim=(-0.1, 1.1), ylim=(-0.12, 1))
     right.set_aspect("equal")
     right.axis("off")
     return fig
@@ -210,15 +440,172 @@ def _label_equal_steps(fig, left, right, corners, length, delta):
 show(
     equal_steps(),
     caption="Equal circles in the logits are very unequal steps of the policy; a KL budget gives steps of like size.",
-    alt="Left: three equal circles and three very unequal dashed regions in the plane of logits. Right: the same in the "
-    "triangle of probabilities, where the circles become one large, one small and one flat region.",
+    alt="Left: three equal circles and three very unequal dashed regions in the plane of logits, with dotted ellipses "
+    "close to them. Right: the same in the triangle of probabilities, where the circles become one large, one small and "
+    "one flat region.",
 )
 
 # %% [markdown]
-# So a step is measured by the KL it causes. Trust region policy optimisation (TRPO, Schulman et al., 2015) makes it a
-# constraint: maximise the surrogate of section 4 while the KL from $\pi_{\text{old}}$, averaged over the states in the
-# batch, stays below a budget $\delta$. Solving that needs the Fisher matrix of all parameters; section 10 is about what
-# is done instead.
+# Move the sliders. A longer circle grows on the left and is stretched out of shape on the right. With a larger budget the
+# dashed regions leave their ellipses: the second order is no longer enough.
+
+# %%
+explore(
+    equal_steps,
+    length=widgets.FloatSlider(
+        value=0.8, min=0.2, max=1.5, step=0.1, description="length of the step", style={"description_width": "initial"}
+    ),
+    delta=widgets.FloatLogSlider(
+        value=0.02, base=10, min=-2.5, max=-1, step=0.05, description="KL δ", style={"description_width": "initial"}
+    ),
+)
+
+# %% [markdown]
+# ## What the budget is for
+#
+# Between two batches nothing is sampled, so the true change of $J$ is not known while $\theta$ moves. What is known is an
+# estimate from the old batch. On the tree the two can be compared. The change of $J$ is exactly (Kakade and Langford,
+# 2002)
+#
+# $$J(\theta) - J(\theta_{\text{old}}) = \sum_s d_{\theta}(s) \sum_a \pi_\theta(a \mid s)\, A_{\text{old}}(s, a):
+# \tag{9.2}$$
+#
+# a new policy gains what the old one would have called an advantage, in the states where the *new* one goes. A batch from
+# the old policy knows only where the *old* one goes, and that is the **surrogate**:
+#
+# $$L(\theta) = \sum_s d_{\text{old}}(s) \sum_a \pi_\theta(a \mid s)\, A_{\text{old}}(s, a). \tag{9.3}$$
+#
+# **Claim 9.4.** At $\theta_{\text{old}}$ the two have the same value, 0, and the same gradient. The difference is in $d$,
+# and what multiplies it, $\sum_a \pi_\theta A_{\text{old}}$, is itself zero there.
+
+# %%
+rewards = (tree.ids == 1).sum(-1).double()  # the number of times that token 1 occurs
+advantage = exact_values(tree, rewards).a  # [S, V]
+visits = visit_probabilities(tree).detach()
+gradient = exact_gradient(tree, rewards, policy.parameters())
+surrogate = (visits[:, None] * tree.log_policy.exp() * advantage).sum()
+assert abs(surrogate.item()) < 1e-10
+assert (flat_gradient(surrogate, policy.parameters()) - gradient).abs().max() < 1e-10
+
+uphill = (gradient / gradient.norm()).view_as(start)
+lengths, gaps = np.logspace(-2, 0, 7), []
+for length in lengths:
+    policy.logits.data = start + length * uphill
+    moved = enumerate_tree(policy, max_length=3, eos_id=0)
+    change = (expectation(moved, rewards) - expectation(tree, rewards)).item()
+    gain = (moved.log_policy.exp() * advantage).sum(-1)  # [S]
+    assert abs((visit_probabilities(moved) * gain).sum().item() - change) < 1e-10
+    gaps.append(abs((visits * gain).sum().item() - change))
+    print(f"length {length:.3f}: J changes by {change:.5f}, the surrogate by {(visits * gain).sum().item():.5f}")
+policy.logits.data = start
+(slope, _), covariance = np.polyfit(np.log(lengths[:5]), np.log(gaps[:5]), 1, cov=True)
+print(f"the gap grows with the power {slope:.3f} ± {2 * covariance[0, 0] ** 0.5:.3f} of the length")
+assert abs(slope - 2) < 0.15
+
+# %% [markdown]
+# To first order the surrogate is $J$. The error is of second order, and it is governed by how much the visits have
+# changed, so by how far the policy has moved. That is why a budget for the move makes sense.
+#
+# ## A step for a budget
+#
+# Which step of KL $\delta$ gains the most? To lowest order, maximise $g^\top \Delta$ with $g = \nabla J$ under
+# $\tfrac12\Delta^\top F\Delta = \delta$. With a Lagrange multiplier $\lambda$, $g = \lambda F \Delta$, and the budget sets
+# the length:
+#
+# $$\Delta = \sqrt{\frac{2\delta}{g^\top F^{+} g}}\; F^{+} g . \tag{9.4}$$
+#
+# This is the **natural gradient** (Amari, 1998). $F^+$ is the inverse of $F$ where $F$ has one; in the directions that do
+# not change the policy, the step is zero.
+
+
+# %% tags=["export"]
+def natural_step(gradient: torch.Tensor, fisher: torch.Tensor, delta: float) -> torch.Tensor:
+    """The step Δ [P] that gains the most to first order among those with ½ ΔᵀFΔ = delta nats; 0 for a gradient of 0.
+
+    gradient [P]; fisher [P, P], symmetric, singular or not. Raises ValueError unless delta > 0. Section 9, equation 9.4;
+    Amari 1998, Kakade 2001; the step of TRPO (Schulman et al., 2015) before its line search.
+    """
+    if not delta > 0:
+        raise ValueError(f"delta is {delta}; a KL budget is above 0, for example 0.01 nats")
+    direction = torch.linalg.pinv(fisher, hermitian=True) @ gradient
+    gain = gradient @ direction
+    return direction * (0.0 if gain == 0 else (2 * delta / gain).sqrt())
+
+
+# %%
+step = natural_step(gradient, fisher, 0.001)
+policy.logits.data = start + step.view_as(start)
+kl = sequence_kl(tree, enumerate_tree(policy, max_length=3, eos_id=0)).item()
+policy.logits.data = start
+print(f"budget 0.001 nats, spent {kl:.6f}")
+assert abs(kl / 0.001 - 1) < 0.05
+
+# %% [markdown]
+# **Claim 9.5.** Is it better than a plain step? Two prompts, equally frequent, and one parameter for each, on very
+# different scales: $\theta = (x, y)$ starts at $(0.1,\, 0)$. The first has logits $8x \cdot (-1, 0, 1)$ and pays for the
+# middle token; the second has logits $(0.2\,y - 1,\; 0)$ and pays for the first. Compare the natural step with a plain
+# one, along $g$, of the *same length in the parameters*.
+
+
+# %% tags=["demo"]
+def two_prompts(theta):
+    """The logits of both prompts."""
+    ends = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+    return 8 * theta[0] * ends, torch.stack([0.2 * theta[1] - 1, torch.zeros_like(theta[1])])
+
+
+def mean_reward(theta):
+    first, second = two_prompts(theta)
+    return (first.softmax(-1)[1] + second.softmax(-1)[0]) / 2
+
+
+def mean_kl(old, new):
+    """KL(old || new), averaged over the prompts."""
+    return sum(map(kl_exact, two_prompts(old), two_prompts(new))) / 2
+
+
+# %%
+theta = torch.tensor([0.1, 0.0], dtype=torch.float64, requires_grad=True)
+token_logprobs = torch.cat([z.log_softmax(-1) for z in two_prompts(theta)])
+fisher_of_two = fisher_matrix(token_logprobs.exp() / 2, row_gradients(token_logprobs, [theta]))
+(slope_of_two,) = torch.autograd.grad(mean_reward(theta), theta)
+theta = theta.detach()
+print("gradient", [round(g, 4) for g in slope_of_two.tolist()], " Fisher matrix", fisher_of_two.diagonal().tolist())
+gains = {}
+for delta in (1e-6, 1e-4, 1e-2):
+    natural = natural_step(slope_of_two, fisher_of_two, delta)
+    plain = slope_of_two * natural.norm() / slope_of_two.norm()
+    gains[delta] = [(mean_reward(theta + step) - mean_reward(theta)).item() for step in (natural, plain)]
+    spent = [mean_kl(theta, theta + step).item() for step in (natural, plain)]
+    print(f"δ = {delta:.0e}", end="")
+    for name, gain, kl in zip(("natural", "plain"), gains[delta], spent):
+        print(f"   {name}: J {gain:+.4f} for KL {kl:.1e}", end="" if name == "natural" else "\n")
+assert abs(gains[1e-4][0] - 0.0048) < 1e-4 and abs(gains[1e-4][1] + 0.0039) < 1e-4
+assert abs(gains[1e-2][0] - 0.052) < 1e-3 and abs(gains[1e-2][1] + 0.135) < 1e-3
+
+# %% [markdown]
+# The parameter $x$ moves its logits forty times as much as $y$ does. The plain step spends its length there, runs through the
+# optimum at $x = 0$ and out on the other side. The natural step knows from $F$ what $x$ costs, and goes along $y$.
+#
+# That is not a law. As $\delta \to 0$ the plain step improves $J$ too; in the first line of the output it gains more,
+# since no step of the same length gains more to first order than the one along the gradient. It also spends thousands
+# of times the KL. At equal *KL* the comparison turns round:
+
+# %%
+assert gains[1e-6][1] > gains[1e-6][0] > 0
+natural = natural_step(slope_of_two, fisher_of_two, 1e-6)
+short = slope_of_two * (2e-6 / (slope_of_two @ fisher_of_two @ slope_of_two)).sqrt()
+assert abs(mean_kl(theta, theta + short) / 1e-6 - 1) < 0.01
+at_equal_kl = [(mean_reward(theta + step) - mean_reward(theta)).item() for step in (natural, short)]
+print("KL 1e-6 each: natural %+.2e, plain %+.2e" % tuple(at_equal_kl))
+assert at_equal_kl[0] > at_equal_kl[1] > 0
+
+# %% [markdown]
+# Trust region policy optimisation (TRPO, Schulman et al., 2015) is this step, with a line search behind it: maximise the
+# surrogate while the KL from $\pi_{\text{old}}$, averaged over the states in the batch, stays below $\delta$. Its paper
+# proves that $J$ cannot fall if one maximises $L$ minus a large constant times the *largest* KL of any state. What is run,
+# with the mean KL and with estimates, has no such guarantee. And $F^+ g$ has to be found for all parameters of the
+# network; exercise 2 shows how that is done without ever storing $F$. Section 10 is about what is done instead.
 #
 # ## Two KL terms with two jobs
 #
@@ -230,15 +617,39 @@ show(
 # | purpose | the estimate stays valid during the update | the policy stays near fluent language |
 # | appears as | a constraint, or the clip of section 10 | a penalty, $J - \beta\,\mathrm{KL}$ with a weight $\beta$ |
 #
-# In both, the first argument is the policy whose samples are averaged. Neither says anything about the other: when a
-# batch has just been collected the first is exactly zero, however far training has come.
+# In both, the first argument is the policy whose samples are averaged. When a batch has just been collected the first is
+# exactly zero, however far training has come.
+#
+# **Claim 9.6.** Neither does the other's work. Four runs of fifteen exact steps on the tree, with and without each: the
+# budget $\delta = 0.02$ or else a plain step of the learning rate 5, and the penalty $\beta = 0.5$ or none. The reference
+# is the policy at the start.
 
 # %%
-ref = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
-current = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
-assert kl_exact(current, current) == 0
-print(f"a fresh batch: trust region {kl_exact(current, current):.4f}, reference {kl_exact(current, ref):.4f} nats")
-assert kl_exact(current, ref) > 1
+start_tree = enumerate_tree(TabularPolicy(3, 3, seed=0), max_length=3, eos_id=0)
+runs = {}
+for budget, beta in [(0.02, 0.0), (0.02, 0.5), (None, 0.0), (None, 0.5)]:
+    learner, spent = TabularPolicy(3, 3, seed=0), []
+    parameters = list(learner.parameters())
+    for _ in range(15):
+        now = enumerate_tree(learner, max_length=3, eos_id=0)
+        uphill = flat_gradient(expectation(now, rewards) - beta * sequence_kl(now, start_tree), parameters)
+        ruler = fisher_matrix(leaf_probabilities(now), score_matrix(now, parameters))
+        learner.logits.data += (natural_step(uphill, ruler, budget) if budget else 5 * uphill).view_as(learner.logits)
+        spent.append(sequence_kl(now, enumerate_tree(learner, max_length=3, eos_id=0)).item())
+    now = enumerate_tree(learner, max_length=3, eos_id=0)
+    runs[budget, beta] = (max(spent), sequence_kl(now, start_tree).item(), spent[0])
+    print(f"budget {str(budget):5} penalty {beta}: J {expectation(now, rewards).item():.2f}   ", end="")
+    print("largest KL of one step %.3f   KL from the reference %.2f nats" % runs[budget, beta][:2])
+for beta in (0.0, 0.5):  # the budget bounds the step, with a penalty and without
+    assert runs[0.02, beta][0] < 0.03 and runs[None, beta][0] > 0.5
+for budget in (0.02, None):  # the penalty bounds the distance, with a budget and without
+    assert runs[budget, 0.5][1] < 1.5 < 2.5 < runs[budget, 0.0][1]
+assert abs(runs[None, 0.5][2] - runs[None, 0.0][2]) < 1e-10
+
+# %% [markdown]
+# Small steps add up: with the budget alone the policy ends 2.7 nats from where it started. The penalty alone ends nearer,
+# but a single step of it may be as wild as without: its first step is the same to the last digit, since at the reference
+# the penalty's gradient is zero.
 
 # %% [markdown]
 # ## The KL from one sampled token
@@ -455,6 +866,110 @@ for distance in (1.0, 0.1, 0.01):
 # All of this is one token in one state. A completion has many, and then the states that the policy visits depend on
 # $\theta$ as well; which of these statements survive is counted in section 14.
 #
+# ## Exercises
+#
+# **1. Predict, then run.** One token has probability $p$; its logit is raised by 0.1, and nothing else is touched. At
+# which $p$ is the KL of this step largest, and how many nats is it then? Fill in both numbers before you run anything.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.trust_region import kl_exact
+
+prediction = None  # (p, KL in nats), for example (0.1, 0.02)
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.trust_region import kl_exact
+
+prediction = (0.5, 0.5 * 0.25 * 0.1**2)  # half the variance of a step that is 0.1 with probability p
+
+# %% tags=["check"]
+p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+before = torch.stack([p, 1 - p], -1).log()
+kl = kl_exact(before, before + torch.tensor([0.1, 0.0], dtype=torch.float64))
+assert prediction is not None, "write down a prediction first"
+assert abs(prediction[0] - p[kl.argmax()].item()) < 0.03, f"the largest KL is at p = {p[kl.argmax()]:.2f}"
+assert abs(prediction[1] / kl.max().item() - 1) < 0.05, f"it is {kl.max():.5f} nats"
+
+# %% [markdown]
+# **2. The Fisher matrix without the matrix.** With $P$ parameters $F$ has $P^2$ entries, but a solver such as conjugate
+# gradients only ever asks for products $F v$. For the logits of one state, write this product without a $V \times V$
+# matrix. Hint: $\Delta^\top F \Delta$ is a variance, so what is its covariance with $v$?
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.trust_region import fisher_matrix
+
+
+def fisher_product(probs, v):
+    """F v for the logits of one state: probs [V], v [V] -> [V], in memory proportional to V."""
+    raise NotImplementedError
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.trust_region import fisher_matrix
+
+
+def fisher_product(probs, v):
+    """F v for the logits of one state: probs [V], v [V] -> [V], in memory proportional to V."""
+    return probs * (v - probs @ v)
+
+
+# %% tags=["check"]
+for seed in range(5):
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.randn(7, generator=generator, dtype=torch.float64).softmax(-1)
+    v = torch.randn(7, generator=generator, dtype=torch.float64)
+    scores = torch.eye(7, dtype=torch.float64) - probs
+    assert torch.allclose(fisher_product(probs, v), fisher_matrix(probs, scores) @ v, rtol=0, atol=1e-10)
+assert fisher_product(torch.full((100_000,), 1e-5), torch.ones(100_000)).abs().max() < 1e-6
+
+# %% [markdown]
+# **3. Find the bug.** A run drifts away from its reference, and no $\beta$ holds it. The penalty below is added to the
+# loss, completion by completion, and its value is right: averaged over the policy's samples it is the KL. Hold its
+# *gradient* against the oracle, and repair it.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.tree import TabularPolicy, enumerate_tree, flat_gradient, leaf_logprobs, sequence_kl
+from lmrl.trust_region import kl_k1, kl_k2, kl_k3
+
+
+def penalty(logprobs, ref_logprobs):
+    """A term for each sampled completion; its expected gradient shall be ∇KL(policy || reference): two [N] -> [N]."""
+    return kl_k1(logprobs, ref_logprobs)
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.tree import TabularPolicy, enumerate_tree, flat_gradient, leaf_logprobs, sequence_kl
+from lmrl.trust_region import kl_k1, kl_k2, kl_k3
+
+
+def penalty(logprobs, ref_logprobs):
+    """A term for each sampled completion; its expected gradient shall be ∇KL(policy || reference): two [N] -> [N]."""
+    return kl_k2(logprobs, ref_logprobs)  # d ∇log π; the gradient of k1 is ∇log π, whose mean is zero
+
+
+# %% tags=["check"]
+for seed in range(3):
+    learner, other = TabularPolicy(3, 2, seed=seed), TabularPolicy(3, 2, seed=seed + 10)
+    learner_tree, other_tree = enumerate_tree(learner, 2, eos_id=0), enumerate_tree(other, 2, eos_id=0)
+    logprobs, ref_logprobs = leaf_logprobs(learner_tree), leaf_logprobs(other_tree).detach()
+    expected = (logprobs.exp().detach() * penalty(logprobs, ref_logprobs)).sum()
+    found = flat_gradient(expected, learner.parameters())
+    oracle = flat_gradient(sequence_kl(learner_tree, other_tree), learner.parameters())
+    assert torch.allclose(found, oracle, rtol=0, atol=1e-10), f"‖found‖ {found.norm():.4f}, ‖∇KL‖ {oracle.norm():.4f}"
+
+
+# %% [markdown]
 # ## What is still missing
 #
 # There is a ruler now, but nothing that keeps an update within it: section 10 reuses one batch for several steps and

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmrl import trust_region
+from lmrl.tree import TabularPolicy, enumerate_tree, exact_gradient, leaf_probabilities, score_matrix, sequence_kl
 
 float64 = torch.float64
 numbers = st.floats(-8, 8)
@@ -48,6 +49,21 @@ def check_gradients_are_finite_at_an_impossible_token():
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(value, [logits, ref_logits]))
 
 
+def check_fisher_of_a_softmax():
+    """(.5, .3, .2): diag(π) − ππᵀ in the logits."""
+    probs = torch.tensor([0.5, 0.3, 0.2], dtype=float64)
+    fisher = trust_region.fisher_matrix(probs, torch.eye(3, dtype=float64) - probs)
+    expected = [[0.25, -0.15, -0.10], [-0.15, 0.21, -0.06], [-0.10, -0.06, 0.16]]
+    assert torch.allclose(fisher, torch.tensor(expected, dtype=float64), rtol=0, atol=1e-12)
+
+
+def check_natural_step_with_known_numbers():
+    """Gradient (3, 4), Fisher matrix diag(1, 4): F⁻¹g = (3, 1), gᵀF⁻¹g = 13, so the step for δ = 6.5 is (3, 1)."""
+    gradient, fisher = torch.tensor([3.0, 4.0], dtype=float64), torch.diag(torch.tensor([1.0, 4.0], dtype=float64))
+    assert trust_region.natural_step(gradient, fisher, 6.5).tolist() == pytest.approx([3, 1], abs=1e-12)
+    assert trust_region.natural_step(gradient, fisher, 0.065).tolist() == pytest.approx([0.3, 0.1], abs=1e-12)
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
@@ -72,9 +88,13 @@ def naive_entropy(logits):
         ("entropy", naive_entropy, check_entropy_of_known_policies),
         ("entropy", lambda z: torch.special.entr(z.softmax(-1)).sum(-1), check_gradients_are_finite_at_an_impossible_token),
         ("entropy", lambda z: trust_region.kl_exact(z, torch.zeros_like(z)), check_entropy_of_known_policies),
+        ("fisher_matrix", lambda p, s: s.T @ s / len(p), check_fisher_of_a_softmax),
+        ("natural_step", lambda g, f, d: g * (2 * d / (g @ f @ g)).sqrt(), check_natural_step_with_known_numbers),
+        ("natural_step", lambda g, f, d: d * torch.linalg.solve(f, g), check_natural_step_with_known_numbers),
     ],
     ids=["k1 swapped", "k3 swapped", "k3 swapped, swap seen", "k2 without 1/2", "k3 half detached", "kl swapped",
-         "entropy with 0 · inf", "entropy with an infinite slope", "entropy as KL to uniform"],
+         "entropy with 0 · inf", "entropy with an infinite slope", "entropy as KL to uniform", "outcomes not weighted",
+         "plain step of the same KL", "budget taken for a rate"],
 )  # fmt: skip
 def test_a_faulty_version_turns_a_check_red(monkeypatch, name, faulty, check):
     monkeypatch.setattr(trust_region, name, faulty)
@@ -165,3 +185,61 @@ def test_a_sharper_policy_has_less_entropy_and_fewer_groups_with_two_different_a
     contrast = 1 - (logits.softmax(-1) ** 8).sum(-1)
     assert (trust_region.entropy(logits).diff() < 0).all() and (contrast.diff() < 0).all()
     assert contrast[0] > 0.96 and contrast[-1] < 0.003
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fisher_matrix_of_a_tree_is_the_hessian_of_the_kl(seed):
+    policy = TabularPolicy(3, 2, seed=seed)
+    tree = enumerate_tree(policy, 2, eos_id=0)
+    start = policy.logits.detach().clone()
+
+    def kl(logits):
+        def moved(prefixes):
+            row = prefixes[:, 0] + 1 if prefixes.shape[1] else torch.zeros(len(prefixes), dtype=torch.int64)
+            return logits[row]
+
+        return sequence_kl(tree, enumerate_tree(moved, 2, eos_id=0))
+
+    hessian = torch.autograd.functional.hessian(kl, start).view(start.numel(), start.numel())
+    fisher = trust_region.fisher_matrix(leaf_probabilities(tree), score_matrix(tree, policy.parameters()))
+    assert (hessian - fisher).abs().max() < 1e-10
+
+
+@given(st.integers(0, 1000), st.floats(1e-6, 10))
+def test_no_step_of_the_same_budget_gains_more_to_first_order(seed, delta):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, 6, dtype=float64, generator=generator)  # rank 4 of 6: F has no inverse
+    fisher = trust_region.fisher_matrix(torch.full((4,), 0.25, dtype=float64), scores)
+    gradient = scores.T @ torch.randn(4, dtype=float64, generator=generator)
+    step = trust_region.natural_step(gradient, fisher, delta)
+    assert (step @ fisher @ step / 2).item() == pytest.approx(delta, rel=1e-6)
+    for other in torch.randn(20, 6, dtype=float64, generator=generator):
+        other = other * (2 * delta / (other @ fisher @ other)).sqrt()
+        assert gradient @ step >= gradient @ other - 1e-9
+
+
+def test_the_natural_step_does_not_depend_on_the_parameters_that_were_chosen():
+    policy = TabularPolicy(3, 2, seed=0)
+    tree = enumerate_tree(policy, 2, eos_id=0)
+    scores = score_matrix(tree, policy.parameters())
+    gradient = exact_gradient(tree, (tree.ids == 1).sum(-1).double(), policy.parameters())
+    kept = scores.abs().sum(0) > 0
+    kept[::3] = False  # one logit of each state stays where it is, so that F has an inverse
+    scores, gradient, p = scores[:, kept], gradient[kept], leaf_probabilities(tree)
+    size = int(kept.sum())
+    change = torch.randn(size, size, dtype=float64, generator=torch.Generator().manual_seed(1))  # θ = change @ ψ
+    step = trust_region.natural_step(gradient, trust_region.fisher_matrix(p, scores), 0.01)
+    other = trust_region.natural_step(change.T @ gradient, trust_region.fisher_matrix(p, scores @ change), 0.01)
+    assert torch.allclose(change @ other, step, rtol=1e-6, atol=1e-9)
+
+
+def test_a_natural_step_without_a_gradient_is_no_step():
+    assert (trust_region.natural_step(torch.zeros(2, dtype=float64), torch.eye(2, dtype=float64), 0.1) == 0).all()
+    nan = torch.tensor([math.nan, 1.0], dtype=float64)
+    assert trust_region.natural_step(nan, torch.eye(2, dtype=float64), 0.1).isnan().any()
+
+
+@pytest.mark.parametrize("delta", [0, -0.1, math.nan])
+def test_a_senseless_budget_is_named_with_its_remedy(delta):
+    with pytest.raises(ValueError, match=f"delta is {delta}; a KL budget is above 0"):
+        trust_region.natural_step(torch.ones(2), torch.eye(2), delta)
