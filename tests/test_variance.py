@@ -108,21 +108,17 @@ def test_an_average_of_independent_terms_has_its_variance_over_n(vocab_size, max
     assert listed.bias.abs().max() < 1e-10
 
 
-def test_chunks_do_not_matter(monkeypatch):
-    tree, scores, rewards, gradient = problem(3, 2)
-    estimator = weighted_scores(scores, rewards, group_advantages)
-    sizes = []
-    whole = group_moments(tree, lambda leaves: sizes.append(len(leaves)) or estimator(leaves), gradient, 3)
-    assert sizes == [9**3] * 2
-    wide = torch.zeros(len(tree.ids), 50_000)  # so many parameters that the groups come in chunks
-    wide[:, : scores.shape[1]] = scores
-    padded = torch.zeros(50_000, dtype=torch.float64)
-    padded[: len(gradient)] = gradient
-    estimator = weighted_scores(wide, rewards, group_advantages)
-    chunked = group_moments(tree, lambda leaves: sizes.append(len(leaves)) or estimator(leaves), padded, 3)
-    assert len(sizes) > 20
-    close(chunked.variance, whole.variance, 1e-6)
-    close(chunked.mean[: len(gradient)].tolist(), whole.mean.tolist(), 1e-6)
+def test_a_target_so_long_that_every_group_is_a_chunk_of_its_own():
+    tree, rewards, chunks = bandit(0.25, 0.75)[1], torch.tensor([0.0, 1.0]), []
+
+    def largest(leaves):
+        chunks.append(len(leaves))
+        return rewards[leaves].amax(1, keepdim=True).expand(-1, 2_000_000)
+
+    moments = group_moments(tree, largest, torch.zeros(2_000_000), 2)
+    assert chunks == [1] * 8
+    close(moments.mean[[0, -1]].tolist(), [15 / 16] * 2)
+    close(moments.variance, 2_000_000 * 15 / 256, 1e-3)
 
 
 def test_too_many_groups_are_refused(monkeypatch):

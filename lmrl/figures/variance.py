@@ -24,10 +24,10 @@ def noise_figure(right: tuple[int, ...] = (0,), length: int = 8, seed: int = 0) 
     plane = torch.tensor([[1, -1, 0], [1, 1, -2]], dtype=torch.float64) / torch.tensor([[2.0], [6.0]]).sqrt()
     samples = _sample_estimates(probabilities, right, length, 8 * 1000, seed) @ plane.T
     fig, (left, curve) = new_figure(1, 2, height=3.7)
-    fig.set_layout_engine("none")  # half the drawing time
-    fig.subplots_adjust(left=0.08, right=0.98, bottom=0.14, top=0.9, wspace=0.25)
+    fig.set_layout_engine(None)  # half the drawing time
+    fig.subplots_adjust(left=0.08, right=0.96, bottom=0.14, top=0.91, wspace=0.2)
     _cloud(left, samples[:400], plane @ exact.mean, length)
-    left.set_title(f"pass rate {probabilities[list(right)].sum():.1f}, T = {length}: SNR = {exact.snr:.3f}")
+    left.set_title(f"p = {probabilities[list(right)].sum():.1f}, T = {length}: SNR = {exact.snr:.3f}")
     _error_curve(curve, samples.view(8, 1000, 2), plane @ exact.mean, exact)
     return fig
 
@@ -46,7 +46,7 @@ def _cloud(ax, samples, gradient, length):
     points, counts = samples.unique(dim=0, return_counts=True)
     silent = (points == 0).all(1)
     color = [COLORS["reference"] if zero else COLORS["policy"] for zero in silent]
-    ax.scatter(*points.T, s=6 * counts, c=color, alpha=0.55, lw=0)
+    ax.scatter(*points.T, s=2 + 2.5 * counts, c=color, alpha=0.55, lw=0)
     average = samples.cumsum(0) / torch.arange(1, len(samples) + 1)[:, None]
     ax.plot(*average[10:].T, color=COLORS["advantage"], lw=1.2)
     reach = 2.4 * (0.3 * length) ** 0.5 + 0.5
@@ -55,10 +55,11 @@ def _cloud(ax, samples, gradient, length):
     ax.text(0.02, 0.02, "∇J: the black arrow" if gradient.norm() > 1e-9 else "∇J = 0", transform=ax.transAxes)
     share = counts[silent].sum() / len(samples)
     notes = [(f"{share:.0%} of 400 estimates are 0", "reference")] if share else []
-    notes += [("the others", "policy")] if share < 1 else []
-    for row, (text, name) in enumerate([*notes, ("their running mean", "advantage")]):
+    notes += [("the others", "policy"), ("running mean of all", "advantage")] if share < 1 else []
+    for row, (text, name) in enumerate(notes):
         ax.text(0.02, 0.99 - 0.07 * row, text, color=COLORS[name], transform=ax.transAxes, va="top", weight="bold")
-    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), xlabel="gradient, first axis", ylabel="second axis")
+    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+    ax.set(xlabel="gradient, first axis", ylabel="second axis")
 
 
 def _error_curve(ax, runs, gradient, exact):
@@ -77,4 +78,4 @@ def _error_curve(ax, runs, gradient, exact):
     ax.text(0.97, 0.97, "bold: exact, falls like 1/√N\nthin: eight runs", transform=ax.transAxes, ha="right", va="top")
     if gradient.norm() > 1e-9:
         ax.axhline(gradient.norm(), color=COLORS["reference"], ls="--", lw=1.2)
-        ax.text(1.1, gradient.norm() * 0.9, f"‖∇J‖, reached at N = {exact.snr**-2:.0f}", va="top")
+        ax.text(0.03, 0.03, f"dashed: ‖∇J‖, reached at N = {exact.snr**-2:.0f}", transform=ax.transAxes)
