@@ -41,6 +41,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ipywidgets as widgets
 import torch
 import transformers
 from matplotlib import pyplot as plt
@@ -807,6 +808,40 @@ show(
 )
 
 # %% [markdown]
+# The same picture, computed anew for another problem and another temperature. Raise the temperature: the two answers fall
+# apart into random digits, and the supervised gradient grows, because the policy gives the demonstrated tokens less.
+
+
+# %% tags=["demo"]
+def regimes(number: int, temperature: float) -> Figure:
+    chosen = heldout[number]
+    prompt = pad_left([tokenizer(chosen.prompt).input_ids], tokenizer.pad_token_id)
+    _, _, target, _ = demonstration_batch(tokenizer, [chosen])
+    leaf = completion_logits(model, *prompt, target, temperature).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(-gather_logprobs(leaf, target).sum(), leaf)
+    pair = sample(
+        model,
+        *(tensor.expand(2, -1) for tensor in prompt),
+        max_new_tokens=4,
+        stop_ids=[tokenizer.eos_token_id],
+        generator=torch.Generator().manual_seed(number),
+        temperature=temperature,
+    )
+    texts = completion_texts(tokenizer, pair.ids, pair.lengths, pair.truncated)
+    answers = [tokenizer.convert_ids_to_tokens(ids[:n]) for ids, n in zip(pair.ids.tolist(), pair.lengths.tolist())]
+    scores = addition_reward([chosen.prompt] * 2, texts, answer=[chosen.answer] * 2)
+    tokens = tokenizer.convert_ids_to_tokens(target[0].tolist())
+    return two_regimes(gradient[0][:, columns], tokens, vocabulary, answers, scores)
+
+
+# %%
+explore(
+    regimes,
+    number=widgets.IntSlider(0, min=0, max=20, description="held-out problem", style={"description_width": "initial"}),
+    temperature=widgets.FloatSlider(1.0, min=0.2, max=3.0, step=0.1, description="temperature"),
+)
+
+# %% [markdown]
 # ## The question that can be answered
 #
 # "What should token 2 have been?" has no answer: nothing knows. "Across many sampled answers, does this token go
@@ -821,6 +856,102 @@ for token in first.unique().tolist():
     print(
         f"first token {tokenizer.convert_ids_to_tokens(token)!r}: {int(chosen.sum()):2} answers, mean reward {mean:.2f}"
     )
+
+# %% [markdown]
+# ## Exercises
+#
+# **1. Predict, then run.** The supervised gradient at one position is a vector over the vocabulary. Before computing
+# anything: what is the sum of its entries?
+
+# %% tags=["exercise"]
+prediction = None  # your number
+
+# %% tags=["solution"]
+prediction = 0.0  # the softmax sums to 1, and so does the one-hot vector
+
+# %% tags=["check"]
+import torch
+
+from lmrl.policy import gather_logprobs
+
+logits = torch.randn(1, 1, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+(gradient,) = torch.autograd.grad(-gather_logprobs(logits, torch.tensor([[4]])).sum(), logits)
+assert prediction is not None and abs(gradient.sum() - prediction) < 1e-12
+
+# %% [markdown]
+# **2. Write it.** The weight of a token under the temperature $\tau$. Return the log-probabilities of all tokens for
+# `logits` `[V]` when the policy is sampled at `temperature`.
+
+# %% tags=["exercise"]
+import torch
+
+
+def tempered_logprobs(logits, temperature):
+    raise NotImplementedError("one line")
+
+
+# %% tags=["solution"]
+import torch
+
+
+def tempered_logprobs(logits, temperature):
+    return (logits / temperature).log_softmax(-1)
+
+
+# %% tags=["check"]
+import torch
+
+logprobs = tempered_logprobs(torch.tensor([2.0, 1.0, 0.0]), 0.5)
+assert torch.allclose(logprobs, torch.tensor([-0.1429, -2.1429, -4.1429]), atol=1e-4)
+assert torch.allclose(logprobs.exp().sum(), torch.tensor(1.0))
+
+# %% [markdown]
+# **3. Find the bug.** This function scores a completion. It runs, its numbers look like log-probs, and training with it
+# would go on quietly. The check compares it with `token_logprobs`, and, so that you can see what is wrong, with a model
+# that knows exactly one thing: the token after $v$ is $v+1$.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.policy import gather_logprobs
+
+
+def score(model, prompt_ids, completion_ids):
+    """Log-probs [B, T] of the completion; no padding."""
+    logits = model(input_ids=torch.cat([prompt_ids, completion_ids], dim=1)).logits
+    return gather_logprobs(logits[:, -completion_ids.shape[1] :], completion_ids)
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.policy import gather_logprobs
+
+
+def score(model, prompt_ids, completion_ids):
+    """Log-probs [B, T] of the completion; no padding."""
+    logits = model(input_ids=torch.cat([prompt_ids, completion_ids], dim=1)).logits
+    return gather_logprobs(logits[:, -completion_ids.shape[1] - 1 : -1], completion_ids)
+
+
+# %% tags=["check"]
+import torch
+
+from lmrl.policy import build_policy, build_tokenizer, token_logprobs
+
+
+class Successor(torch.nn.Module):
+    def forward(self, input_ids):
+        onehot = torch.nn.functional.one_hot(input_ids + 1, 16)
+        return type("Output", (), {"logits": 30.0 * onehot})
+
+
+assert score(Successor(), torch.tensor([[3, 4]]), torch.tensor([[5, 6, 7]])).abs().max() < 1e-6
+tokenizer = build_tokenizer()
+model = build_policy(tokenizer)
+prompt, completion = torch.tensor([tokenizer("12+34=").input_ids]), torch.tensor([[7, 9, 2]])
+oracle = token_logprobs(model, prompt, torch.ones_like(prompt, dtype=torch.bool), completion)
+assert torch.allclose(score(model, prompt, completion), oracle, atol=1e-5)
 
 # %% [markdown]
 # **What is still missing.** We have a policy, a sampler and a reward, and no derivation of what to do with them. The
