@@ -8,57 +8,156 @@ import torch
 from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
+from lmrl.reinforce import logit_score
+from lmrl.tree import (
+    Tree,
+    exact_gradient,
+    leaf_probabilities,
+    row_gradients,
+    score_matrix,
+)
 
-__all__ = ["derivation_figure"]
+__all__ = ["FORMULAS", "derivation_figure", "self_imitation", "drift_figure"]
+
+FORMULAS = {
+    1: r"$J = \sum_\tau\,\pi(\tau)\,R(\tau)$",
+    2: r"$\nabla J = \sum_\tau\,\nabla\pi(\tau)\,R(\tau)$",
+    3: r"$\nabla\pi(\tau)$ is no probability",
+    4: r"$\nabla\pi(\tau) = \pi(\tau)\,\nabla\log\,\pi(\tau)$",
+    5: r"$\nabla J = \sum_\tau\,\pi(\tau)\,\nabla\log\,\pi(\tau)\,R(\tau)$",
+    6: r"$\nabla J = \mathrm{E}\,[\,R(\tau)\,\nabla\log\,\pi(\tau)\,]$",
+    7: r"$\log\,\pi(\tau) = \sum_t\,\log\,\pi(a_t|s_t)$",
+    8: r"$\nabla J = \mathrm{E}\,[\,R(\tau)\,\sum_t\,\nabla\log\,\pi(a_t|s_t)\,]$",
+}
 
 
-def derivation_figure(texts: list, rewards, probabilities, scores, drawn) -> Figure:
-    """Lines 2, 5 and 6 of the derivation, as the component along the gradient: bars, areas, and a running average.
+def derivation_figure(tree: Tree, parameters, rewards: torch.Tensor, texts: list[str], lines=range(1, 9)) -> Figure:
+    """The chosen lines of the derivation, two in a row, each with its picture and its value.
 
-    rewards [L], probabilities [L], scores [L, P], drawn [N] rows of sampled completions.
+    Gradients are shown by their component along ∇J, so that lines 2, 5, 6 and 8 all have the value ‖∇J‖.
     """
-    gradient = (probabilities * rewards) @ scores
-    values = rewards * (scores @ gradient) / gradient.norm()  # [L]
-    fig, axes = new_figure(1, 3, height=3.4)
-    _bars(axes[0], texts, (probabilities * values).tolist())
-    _areas(axes[1], texts, probabilities.tolist(), values.tolist())
-    _running_average(axes[2], values, probabilities, drawn)
-    fig.supylabel("component along ∇J", fontsize=10)
+    parameters = list(parameters)
+    along = torch.nn.functional.normalize(exact_gradient(tree, rewards, parameters), dim=0)
+    p = leaf_probabilities(tree)
+    slopes, scores = row_gradients(p, parameters) @ along, score_matrix(tree, parameters) @ along
+    by_token = [row_gradients(column, parameters) @ along for column in tree.logprobs.unbind(1)]
+    p, logprobs = p.detach(), tree.logprobs.detach()
+    draw = {
+        1: lambda ax: _areas(ax, texts, p, rewards, COLORS["reward"]),
+        2: lambda ax: _bars(ax, texts, slopes * rewards),
+        3: lambda ax: _bars(ax, texts, slopes),
+        4: lambda ax: _bars_and_dots(ax, texts, [slopes], p * scores),
+        5: lambda ax: _areas(ax, texts, p, scores * rewards, COLORS["policy"]),
+        6: lambda ax: _running_average(ax, scores * rewards, p),
+        7: lambda ax: _bars_and_dots(ax, texts, logprobs.unbind(1), logprobs.exp().prod(-1).log()),
+        8: lambda ax: _steps(ax, [(p * rewards * score).sum().item() for score in by_token]),
+    }
+    rows = (len(lines) + 1) // 2
+    fig, axes = new_figure(rows, 2, height=2.1 * rows + 0.3, squeeze=False)
+    for line, ax in zip(lines, axes.flat):
+        value = draw[line](ax)
+        ax.set_title(f"{line}:  {FORMULAS[line]}\n{value}", loc="left", fontsize=10)
     return fig
 
 
+def _text_axis(ax, texts):
+    ax.set_xticks(range(len(texts)), texts, rotation=90, fontsize=8)
+    ax.axhline(0, color="black", lw=0.8)
+
+
 def _bars(ax, texts, heights):
-    ax.bar(texts, heights, color=COLORS["policy"])
-    ax.tick_params("x", rotation=90, labelsize=8)
-    ax.axhline(0, color="black", lw=0.8)
-    ax.set_title(f"line 2: ∇π(τ) R(τ)\nheights sum to {sum(heights):.4f}", fontsize=10)
+    ax.bar(range(len(texts)), heights.tolist(), color=COLORS["policy"])
+    _text_axis(ax, texts)
+    return f"heights sum to {abs(heights.sum().item()):.4f}"
 
 
-def _areas(ax, texts, widths, heights):
+def _bars_and_dots(ax, texts, parts, dots):
+    """Bars of `parts` stacked on each other, and a dot where the other side of the equation is."""
+    bottom = torch.zeros_like(dots)
+    for part in parts:
+        ax.bar(
+            range(len(texts)), part.tolist(), 0.8, bottom.tolist(), color=COLORS["policy"], edgecolor="white", lw=0.5
+        )
+        bottom = bottom + part
+    ax.plot(range(len(texts)), dots.tolist(), "o", ms=4, color=COLORS["advantage"])
+    _text_axis(ax, texts)
+    return f"left: bars, right: dots; they differ by {(bottom - dots).abs().max():.0e}"
+
+
+def _areas(ax, texts, widths, heights, color):
     left = 0.0
-    for text, width, height in zip(texts, widths, heights):
-        ax.bar(left, height, width, align="edge", color=COLORS["policy"], edgecolor="white", lw=0.4)
-        if width > 0.07 and height:
+    for text, width, height in zip(texts, widths.tolist(), heights.tolist()):
+        ax.bar(left, height, width, align="edge", color=color, edgecolor="white", lw=0.4)
+        if width > 0.06 and height:
             offset, align = (2, "bottom") if height > 0 else (-3, "top")
-            middle, place = (left + width / 2, height), {"xytext": (0, offset), "textcoords": "offset points"}
-            ax.annotate(text, middle, fontsize=8, ha="center", va=align, **place)
+            place = {"xytext": (0, offset), "textcoords": "offset points", "ha": "center", "va": align}
+            ax.annotate(text, (left + width / 2, height), fontsize=8, **place)
         left += width
-    area = sum(width * height for width, height in zip(widths, heights))
     ax.axhline(0, color="black", lw=0.8)
-    ax.set_title(f"line 5: ∇log π(τ) R(τ)\narea is {area:.4f}", fontsize=10)
-    ax.set_xlabel("width: π(τ)")
+    ax.margins(y=0.15)
+    ax.set_xlabel("width: π(τ)", fontsize=9)
+    return f"area {widths @ heights:.4f}"
 
 
-def _running_average(ax, values, probabilities, drawn):
-    exact = probabilities @ values
-    count = torch.arange(10, len(drawn) + 1)
+def _running_average(ax, values, probabilities, samples=2000):
+    drawn = torch.multinomial(probabilities, samples, True, generator=torch.Generator().manual_seed(0))
+    exact, count = probabilities @ values, torch.arange(10, samples + 1)
     average = values[drawn].cumsum(0)[9:] / count
     error = 2 * (probabilities @ (values - exact).square() / count).sqrt()
     ax.fill_between(count, exact - error, exact + error, color=COLORS["reference"], alpha=0.25, lw=0)
     ax.axhline(exact, color=COLORS["reference"], ls="--", lw=1)
     ax.semilogx(count, average, color=COLORS["policy"])
-    ax.annotate(
-        "±2 standard errors", (count[0], exact + error[0]), xytext=(12, -2), textcoords="offset points", fontsize=9
-    )
-    ax.set_title(f"line 6: average over samples\n{len(drawn):,} of them give {average[-1]:.4f}", fontsize=10)
-    ax.set_xlabel("completions sampled")
+    ax.annotate("±2 standard errors", (0.98, 0.9), xycoords="axes fraction", fontsize=8, ha="right")
+    ax.set_xlabel("completions sampled", fontsize=9)
+    return f"exact {exact:.4f}; {samples:,} samples give {average[-1]:.4f}"
+
+
+def _steps(ax, contributions):
+    bottom = 0.0
+    for t, height in enumerate(contributions, start=1):
+        ax.bar(t, height, 0.8, bottom, color=COLORS["policy"])
+        bottom += height
+        ax.plot([t - 0.4, t + 1.4], [bottom] * 2, color="black", lw=0.8)
+    ax.bar(len(contributions) + 1, bottom, 0.8, color=COLORS["reference"])
+    names = [f"token {t}" for t in range(1, len(contributions) + 1)]
+    ax.set_xticks(range(1, len(names) + 2), [*names, "all"], fontsize=9)
+    ax.axhline(0, color="black", lw=0.8)
+    return f"contributions add up to {bottom:.4f}"
+
+
+def self_imitation(first: float, steps: int, policies: int = 400, learning_rate: float = 1.0) -> torch.Tensor:
+    """Logits [steps + 1, policies, 4] of one-token policies that get R = 1 for whatever they sample.
+
+    Each starts with the probability `first` for the first of its four answers, and takes a step after every sample.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.tensor([first, *[(1 - first) / 3] * 3], dtype=torch.float64).log()
+    path = [start.expand(policies, 4)]
+    for _ in range(steps):
+        answers = torch.multinomial(path[-1].softmax(-1), 1, generator=generator)[:, 0]
+        path.append(path[-1] + learning_rate * logit_score(path[-1], answers))
+    return torch.stack(path)
+
+
+def drift_figure(path: torch.Tensor) -> Figure:
+    """Twenty policies and the mean of all, step by step: the first answer's probability, and the entropy.
+
+    path: logits [steps + 1, policies, V], as from `self_imitation`.
+    """
+    fig, axes = new_figure(1, 2, height=3.2)
+    probability = path.softmax(-1)[..., 0]
+    entropy = -(path.softmax(-1) * path.log_softmax(-1)).sum(-1)
+    for ax, values in zip(axes, (probability, entropy)):
+        steps, mean = range(len(path)), values.mean(1)
+        half_width = 1.96 * values.std(1) / values.shape[1] ** 0.5
+        ax.plot(steps, values[:, :20], color=COLORS["policy"], lw=0.7, alpha=0.4)
+        ax.fill_between(steps, mean - half_width, mean + half_width, color=COLORS["error"], alpha=0.3, lw=0)
+        ax.plot(steps, mean, color=COLORS["error"], lw=2)
+        text = {"fontsize": 9, "color": COLORS["error"], "ha": "right", "bbox": {"fc": "white", "ec": "none", "pad": 1}}
+        ax.annotate(f"mean {mean[-1]:.2f}", (len(path) - 1, mean[-1]), (-2, 8), textcoords="offset points", **text)
+        ax.set_xlabel("steps, each with R = 1")
+    axes[0].set_title("probability of the first answer", loc="left")
+    axes[0].set_ylim(-0.03, 1.03)
+    axes[1].set_title("entropy (nats)", loc="left")
+    axes[1].set_ylim(-0.04, 1.45)
+    return fig
