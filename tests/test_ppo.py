@@ -66,6 +66,21 @@ def check_the_edges():
             assert ppo.clipped(ratio, advantages, 0.2, 0.28).tolist() == [False, False, True]
 
 
+def check_pitfall_26_value_loss():
+    """Clip .2, old 0, return 1; the factor ½ is included."""
+    values = torch.tensor([[1.0, 0.1, -1.0]], dtype=float64, requires_grad=True)
+    losses = ppo.value_loss(values, torch.zeros_like(values), torch.ones_like(values), 0.2)
+    (slope,) = torch.autograd.grad(losses.sum(), values)
+    assert losses.shape == values.shape and losses.tolist()[0] == pytest.approx([0.32, 0.405, 2.0], abs=1e-10)
+    assert slope.tolist()[0] == pytest.approx([0, -0.9, -2.0], abs=1e-10)
+
+
+def check_pitfall_26_value_metric():
+    values = torch.tensor([[1.0, 0.1, -1.0]], dtype=float64)
+    flags = ppo.value_clipped(values, torch.zeros_like(values), 0.2)
+    assert flags.dtype == torch.bool and flags.tolist() == [[True, False, True]]
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
@@ -106,9 +121,35 @@ def always_one(logprobs, old_logprobs):
     return (logprobs - logprobs.detach()).exp()
 
 
+value_loss = ppo.value_loss  # the name that a test below replaces in ppo
+
+
+def near(values, old_values, clip):
+    return old_values + (values - old_values).clamp(-clip, clip)
+
+
+def error_clipped(values, old_values, returns, clip):
+    return (values - returns).clamp(-clip, clip).square() / 2
+
+
+def better_of_two(values, old_values, returns, clip):
+    return torch.minimum((values - returns) ** 2, (near(values, old_values, clip) - returns) ** 2) / 2
+
+
+def clipped_only(values, old_values, returns, clip):
+    return (near(values, old_values, clip) - returns) ** 2 / 2
+
+
 @pytest.mark.parametrize(
     "name, faulty, check",
     [
+        ("value_loss", error_clipped, check_pitfall_26_value_loss),
+        ("value_loss", better_of_two, check_pitfall_26_value_loss),
+        ("value_loss", clipped_only, check_pitfall_26_value_loss),
+        ("value_loss", lambda v, old, g, c: (v - g) ** 2 / 2, check_pitfall_26_value_loss),
+        ("value_loss", lambda *arguments: 2 * value_loss(*arguments), check_pitfall_26_value_loss),
+        ("value_clipped", lambda v, old, c: (near(v, old, c) - old).abs() > c, check_pitfall_26_value_metric),
+        ("value_clipped", lambda v, old, c: v - old > c, check_pitfall_26_value_metric),
         ("clipped_surrogate", inverted, check_pitfall_23_four_regions),
         ("clipped_surrogate", clip_without_min, check_pitfall_23_four_regions),
         ("clipped_surrogate", lambda ratio, advantages, *_: ratio * advantages, check_pitfall_23_four_regions),
@@ -120,7 +161,8 @@ def always_one(logprobs, old_logprobs):
         ("importance_ratio", always_one, check_pitfall_24_second_update_has_other_ratios),
         ("importance_ratio", lambda p, old: (p - old).detach().exp() + 0 * p, check_pitfall_24_second_update_has_other_ratios),
     ],
-    ids=["max for min", "clip without min", "no clip", "gradient split at a tie", "sign of A ignored",
+    ids=["error clipped, not prediction", "min for max in the value", "value clip alone", "no value clip",
+         "value without 1/2", "metric of the clipped value", "metric on one side", "max for min", "clip without min", "no clip", "gradient split at a tie", "sign of A ignored",
          "comparison reversed", "ratio inverted", "one ratio per sequence", "ratio always 1", "ratio detached"],
 )  # fmt: skip
 def test_a_faulty_version_turns_a_check_red(monkeypatch, name, faulty, check):
@@ -203,3 +245,56 @@ def test_an_unmasked_nan_is_not_swallowed():
 def test_gradcheck_of_the_ratio():
     logprobs = -torch.rand(2, 3, dtype=float64, generator=torch.Generator().manual_seed(0))
     assert torch.autograd.gradcheck(ppo.importance_ratio, (logprobs.requires_grad_(), logprobs.detach() - 0.3))
+
+
+@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=8), st.floats(0.01, 2))
+def test_the_value_loss_is_the_textbook_maximum_and_its_gradient_is_the_error_or_exactly_zero(rows, clip):
+    values, old, returns = torch.tensor(rows, dtype=float64).T
+    values.requires_grad_()
+    losses = ppo.value_loss(values, old, returns, clip)
+    (slope,) = torch.autograd.grad(losses.sum(), values)
+    flags = ppo.value_clipped(values, old, clip).tolist()
+    for (v, o, g), loss, gradient, flag in zip(rows, losses.tolist(), slope.tolist(), flags, strict=True):
+        bounded = min(max(v, o - clip), o + clip)
+        assert loss == pytest.approx(max((v - g) ** 2, (bounded - g) ** 2) / 2, abs=1e-10)
+        assert flag == (v < o - clip or v > o + clip)
+        if (bounded - g) ** 2 > (v - g) ** 2:
+            assert gradient == 0 and flag
+        elif (bounded - g) ** 2 < (v - g) ** 2 or not flag:
+            assert gradient == pytest.approx(v - g, abs=1e-12)
+
+
+def test_without_a_value_clip_it_is_the_squared_error():
+    values, old, returns = torch.randn(3, 2, 5, dtype=float64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ppo.value_loss(values, old, returns, None), (values - returns).square() / 2)
+    assert not ppo.value_clipped(values, old, None).any()
+
+
+def test_the_value_loss_has_no_gradient_in_the_old_values_and_the_returns():
+    values, old, returns = (torch.tensor([[x]], requires_grad=True) for x in (0.9, 0.0, 1.0))
+    ppo.value_loss(values, old, returns, 0.2).sum().backward()
+    assert old.grad is None and returns.grad is None and values.grad is not None
+
+
+@pytest.mark.parametrize("clip", [0, -0.2, math.nan])
+@pytest.mark.parametrize("function", [lambda *a: ppo.value_loss(a[0], *a), ppo.value_clipped])
+def test_a_senseless_value_clip_is_named_with_its_remedy(function, clip):
+    with pytest.raises(ValueError, match=f"cliprange_value is {clip}; choose it above 0, or None"):
+        function(torch.zeros(1, 1), torch.zeros(1, 1), clip)
+
+
+def test_values_and_returns_that_would_broadcast_are_refused():
+    square, row_of_3 = torch.zeros(3, 3), torch.zeros(3)
+    with pytest.raises(ValueError, match=r"returns and values have the shapes \[3\] and \[3, 3\]"):
+        ppo.value_loss(square, square, row_of_3)
+    with pytest.raises(ValueError, match=r"values and old_values have the shapes \[3, 3\] and \[3\]"):
+        ppo.value_loss(square, row_of_3, square)
+    with pytest.raises(ValueError, match=r"\[3, 3\] and \[3\]"):
+        ppo.value_clipped(square, row_of_3)
+
+
+@pytest.mark.parametrize("dtype, returned", [(torch.bfloat16, torch.float32), (float64, float64)])
+def test_the_value_loss_is_at_least_float32_and_keeps_an_unmasked_nan(dtype, returned):
+    values = torch.tensor([[0.3, math.nan]], dtype=dtype)
+    losses = ppo.value_loss(values, torch.zeros_like(values), torch.ones_like(values))
+    assert losses.dtype == returned and losses.isnan().tolist() == [[False, True]]

@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from lmrl.figures.style import COLORS, new_figure
 from lmrl.ppo import clip_bounds, clipped, clipped_surrogate
 
-__all__ = ["four_regions"]
+__all__ = ["four_regions", "many_passes"]
 
 
-def four_regions(epsilon: float = 0.2, epsilon_high: float | None = None) -> Figure:
-    """The clipped objective and its slopes against the ratio, for a positive and a negative advantage."""
-    fig, axes = new_figure(2, 2, height=4.8, sharex=True, sharey="row")
-    ratio = torch.linspace(0, 2, 2001, dtype=torch.float64, requires_grad=True)
-    for (top, bottom), advantage in zip(axes.T, (1.0, -1.0), strict=True):
+def four_regions(epsilon: float = 0.2, epsilon_high: float | None = None, signs: tuple = (1.0, -1.0)) -> Figure:
+    """The clipped objective and its slopes against the ratio, one column for each advantage in `signs`, +1 or -1."""
+    fig, axes = new_figure(2, len(signs), height=4.8, sharex=True, sharey="row", squeeze=False)
+    ratio = torch.linspace(0, 2, 801, dtype=torch.float64, requires_grad=True)
+    for (top, bottom), advantage in zip(axes.T, signs, strict=True):
         advantages = torch.full_like(ratio, advantage)
         objective = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
         (slope,) = torch.autograd.grad(objective.sum(), ratio)
@@ -28,27 +28,46 @@ def four_regions(epsilon: float = 0.2, epsilon_high: float | None = None) -> Fig
             top.plot(r[part], objective[part].detach(), color=color, linewidth=2.5)
             bottom.plot(r[part], slope[part], color=color, linewidth=2.5)
             bottom.plot(r[part], (r * slope)[part], color=color, linestyle="--")
-        top.set(title=f"A = {advantage:+.0f}", xlim=(0, 2))
-        bottom.set(xlabel="ratio r = π / π_old")
-    return _label_regions(fig, axes, *clip_bounds(epsilon, epsilon_high))
+        top.set(title=f"A = {advantage:+.0f}", xlim=(0, 2), ylim=(-2.2, 2.2))
+        bottom.set(xlabel="ratio r = π / π_old", ylim=(-2.2, 1.6))
+        _label_regions(top, bottom, advantage, *clip_bounds(epsilon, epsilon_high))
+    axes[0, 0].set_ylabel("objective")
+    axes[1, 0].set_ylabel("gradient")
+    fig.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
+    fig.subplots_adjust(left=0.09, right=0.97, bottom=0.1, top=0.94, wspace=0.1, hspace=0.1)
+    return fig
 
 
-def _label_regions(fig, axes, low, high):
-    (up, down), (up_slope, down_slope) = axes
-    up.set_ylabel("objective")
-    up_slope.set(ylabel="gradient", ylim=(-2.2, 1.6))
-    up.text(0.1, 0.95, "active:\nkeep raising")
-    up.text(high + 0.05, high - 0.5, f"held above {high:g}")
-    up.text(1.55, 1.75, "r A", ha="right")
-    down.text(0.05, -low - 0.5, f"held below {low:g}")
-    down.text(1.25, -0.9, "active:\nkeep lowering")
-    down.text(0.35, -0.2, "r A")
-    up_slope.text(0.05, 1.12, "in the ratio: A", color=COLORS["policy"])
-    up_slope.text(0.35, 0.1, "in the log-prob: r A", color=COLORS["policy"])
-    up_slope.text(high + 0.05, 0.12, "exactly 0")
-    down_slope.text(0.05, 0.12, "exactly 0")
-    down_slope.text(1.2, -0.85, "in the ratio: A", color=COLORS["policy"])
-    down_slope.text(0.85, -2.0, "in the log-prob: r A", color=COLORS["policy"])
-    for panel, edge in zip(axes.flat, (high, low, high, low), strict=True):
+def _label_regions(top, bottom, advantage, low, high):
+    if advantage > 0:
+        texts = [(0.1, 0.95, "active:\nkeep raising"), (min(high + 0.05, 1.3), high - 0.5, f"held above {high:.3g}")]
+        slopes = [(0.05, 1.12, "in the ratio: A"), (0.05, -0.5, "dashed, in the log-prob: r A")]
+        edge, zero = high, (high + 0.05, 0.12)
+        top.text(1.6, 1.8, "r A", ha="right")
+    else:
+        texts = [(1.25, -0.9, "active:\nkeep lowering"), (0.05, -low - 0.75, f"held below {low:.3g}")]
+        slopes = [(1.2, -0.85, "in the ratio: A"), (0.05, -2.0, "dashed, in the log-prob: r A")]
+        edge, zero = low, (0.05, 0.12)
+        top.text(0.35, -0.2, "r A")
+    for x, y, text in texts:
+        top.text(x, y, text)
+    for x, y, text in slopes:
+        bottom.text(x, y, text, color=COLORS["policy"], bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    bottom.text(*zero, "exactly 0")
+    for panel in (top, bottom):
         panel.axvline(edge, color=COLORS["reference"], linewidth=0.8)
+
+
+def many_passes(runs: dict[str, tuple], colors: list[str]) -> Figure:
+    """Mean reward and entropy against the batch; `runs` maps a label to two [batches, seeds]."""
+    fig, axes = new_figure(1, 2, height=3.0)
+    for (label, paths), color, line in zip(runs.items(), colors, ("-", "--", ":")):
+        for ax, values in zip(axes, paths):
+            batch, mean = range(1, len(values) + 1), values.mean(1)
+            error = 2 * values.std(1) / values.shape[1] ** 0.5
+            ax.fill_between(batch, mean - error, mean + error, color=COLORS[color], alpha=0.25, lw=0)
+            ax.plot(batch, mean, line, color=COLORS[color])
+            ax.annotate(label, (batch[-1], mean[-1]), xytext=(4, -4), textcoords="offset points", color=COLORS[color])
+    for ax, label in zip(axes, ("mean reward", "entropy (nats)")):
+        ax.set(xlabel="batches", ylabel=label, xlim=(1, 29), xticks=[1, 5, 10, 15, 20])
     return fig
