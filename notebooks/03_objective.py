@@ -346,7 +346,8 @@ assert found_learned[10.0, 0.99][0] < found_learned[10.0, 0.0][0] and found_lear
 # ## The picture
 #
 # Seven completions, and the tilt $\theta$ from above. The green outlines are rewards: they stay where they are whatever
-# $\theta$ is. The blue bars are probabilities. The solid part is their product, and $J$ is the sum of the solid parts.
+# $\theta$ is. The blue bars are probabilities. The solid part is their product, and $J$ is the sum of the solid parts. (The
+# group signal in the title is that of groups of eight.)
 
 
 # %% tags=["export:figures"]

@@ -427,7 +427,8 @@ lengths = [1, 4, 16, 64, 256]
 for T in lengths:
     counter = torch.arange(T + 1)[:, None] + torch.tensor([1, 0, 0])  # how many were right so far
     share = torch.arange(T + 1).double() / T
-    better = 0.4 ** (1 / T) * torch.tensor([1.0, 0, 0]).double() + (1 - 0.4 ** (1 / T)) * torch.tensor([0, 0.6, 0.4])
+    wrong = (1 - 0.4 ** (1 / T)) / 2
+    better = torch.tensor([1 - 2 * wrong, wrong, wrong], dtype=torch.float64)
     for name, problem in {
         "first token": (probabilities, first_decides, right),
         "mean": (probabilities, counter.clamp(max=T), share),
@@ -443,7 +444,7 @@ for name, values in laws.items():
 assert laws["mean"][-2] / laws["mean"][-1] - 2 < 0.02  # four times the length, half the ratio
 assert abs(laws["mean − J"][-2] / laws["mean − J"][-1] - 1) < 0.01  # flat
 assert all(abs((2.0**T - 1) * snr**2 - 1) < 1e-10 for T, snr in zip(lengths, laws["all"]))
-assert all(abs(snr - (0.4 / 0.6) ** 0.5) < 1e-6 for snr in laws["all, p = 0.4"])
+assert all(abs(snr - (0.4 / 0.6) ** 0.5) < 1e-10 for snr in laws["all, p = 0.4"])
 
 # %% [markdown]
 # The share of right tokens has the same law as the first token, but for another reason: without a baseline the noise is
