@@ -37,15 +37,18 @@ def _draw_value(ax, prompt, tokens, values, errors):
     for t in range(1, n + 1):
         arrow = {"arrowstyle": "-|>", "color": COLORS["advantage"], "lw": 2, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", (t, values[t]), (t, values[t - 1]), arrowprops=arrow)
-        ax.text(t, max(values[t - 1 : t + 1]) + 0.06, f"{values[t] - values[t - 1]:+.2f}", ha="center", fontsize=9)
+        jump = values[t] - values[t - 1]
+        text = f"{jump:+.2f}" if abs(jump) >= 0.005 else "0"
+        ax.text(t, max(values[t - 1 : t + 1]) + 0.06, text, ha="center", fontsize=9)
     ax.text(n + 0.5, values[n] + 0.06, f"R = {values[n]:g}", ha="center", color=COLORS["reward"])
-    ax.set(xlim=(0, n + 1), ylim=(-0.08, 1.25), yticks=[0, 0.5, 1], title=f"{prompt}  {''.join(tokens[:-1])}")
+    ax.set(xlim=(0, n + 1), ylim=(-0.08, 1.25), yticks=[0, 0.5, 1], title=f"{prompt} {''.join(tokens[:-1])}")
     ax.set_xticks(range(1, n + 1), tokens)
+    ax.set_xlabel("tokens as they were written")
 
 
 def _draw_share(ax, moves):
     percent = torch.arange(len(moves) + 1) / len(moves) * 100
     ax.plot(percent, F.pad(moves.cumsum(0) / moves.sum() * 100, (1, 0)), color=COLORS["advantage"], lw=2)
     ax.plot([0, 100], [0, 100], color=COLORS["reference"], ls="--", lw=1)
-    ax.text(55, 42, "if all moved V\nequally", fontsize=9, color=COLORS["reference"])
+    ax.text(52, 25, "if all moved V\nequally", fontsize=9, color=COLORS["reference"])
     ax.set(xlim=(0, 100), ylim=(0, 105), title="share of all movement of V [%]", xlabel="tokens that move V most [%]")
