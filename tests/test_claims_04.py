@@ -22,11 +22,15 @@ from lmrl.tree import (
 EXACT = {"atol": 1e-10, "rtol": 0}
 
 
-@pytest.fixture(scope="module")
-def problem():
-    policy = TabularPolicy(3, 3, seed=0)
-    tree = enumerate_tree(policy, 3, eos_id=0)
-    rewards = ((tree.ids == 2) & tree.mask).sum(-1).double() / 3
+PROBLEMS = [(3, 3, 0, 0), (2, 4, None, 1), (5, 2, 4, 2)]  # vocabulary, cap, stop token, seed
+
+
+@pytest.fixture(scope="module", params=PROBLEMS)
+def problem(request):
+    vocab_size, cap, eos_id, seed = request.param
+    policy = TabularPolicy(vocab_size, cap, seed=seed)
+    tree = enumerate_tree(policy, cap, eos_id)
+    rewards = ((tree.ids == 1) & tree.mask).sum(-1).double() / cap
     return policy, tree, rewards
 
 
@@ -114,17 +118,25 @@ def test_claim_4_5_sampled_steps_can_raise_the_entropy_of_a_peaked_policy():
     assert after.mean() - 3 * after.std() / 20 > before.mean()
 
 
-def test_claim_4_6_the_score_grows_as_the_probability_falls_but_stays_below_root_two():
-    p = torch.tensor([0.9, 0.09, 0.009, 0.001], dtype=torch.float64)
-    norms = logit_score(p.log().expand(4, 4), torch.arange(4)).norm(dim=-1)
+@pytest.mark.parametrize("weights", [[900, 90, 9, 1], [5, 4, 3, 2, 1], [99, 1, 0.01], [3, 2]])
+def test_claim_4_6_the_score_grows_as_the_probability_falls_but_stays_below_root_two(weights):
+    p = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    norms = logit_score(p.log().expand(len(p), len(p)), torch.arange(len(p))).norm(dim=-1)
     assert_close(norms.square(), 1 - 2 * p + p.square().sum(), **EXACT)
     assert (norms.diff() > 0).all() and (norms < 2**0.5).all()
+
+
+def test_claim_4_6_the_score_does_not_grow_like_one_over_the_probability():
+    p = torch.tensor([0.9, 0.09, 0.009, 0.001], dtype=torch.float64)
+    norms = logit_score(p.log().expand(4, 4), torch.arange(4)).norm(dim=-1)
     assert norms[3] / norms[2] < 1.01  # nine times as rare, and no longer
 
 
-def test_claim_4_7_reusing_an_older_policys_samples_biases_the_estimator(problem):
+@pytest.mark.parametrize("problem, size", [(size, size) for size in PROBLEMS], indirect=["problem"])
+def test_claim_4_7_reusing_an_older_policys_samples_biases_the_estimator(problem, size):
     policy, tree, rewards = problem
-    old = enumerate_tree(TabularPolicy(3, 3, seed=1), 3, eos_id=0)
+    vocab_size, cap, eos_id, _ = size
+    old = enumerate_tree(TabularPolicy(vocab_size, cap, seed=7), cap, eos_id)
     ratio = (tree.logprobs - old.logprobs).detach().exp()
     prefix, q = ratio.cumprod(-1), exact_values(tree, rewards).q[tree.states, tree.ids]
 
