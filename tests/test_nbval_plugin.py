@@ -24,7 +24,7 @@ def run_pytest(*arguments):
 def outcomes():
     """(Fixture notebook, cell) → PASSED or FAILED; the output."""
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / FIXTURES).glob("*.py"))
-    _, output = run_pytest("--nbval", "-v", "--nbval-cell-timeout=5", *files)
+    _, output = run_pytest("--nbval", "-v", "--nbval-cell-timeout=10", *files)
     found = re.findall(rf"^{FIXTURES}/(\w+)::py::Cell (\d+) (\w+)", output, re.MULTILINE)
     return {(name, int(cell)): outcome for name, cell, outcome in found}, output
 
@@ -37,7 +37,7 @@ def outcomes():
         ("fails_to_raise", 2, "The cell is tagged raises-exception and raised nothing"),
         ("unknown_magic", 1, "The cell ended with UsageError: Line magic function `%no_such_magic` not found."),
         ("magic_instead_of_error", 1, "The cell is tagged raises-exception and raised nothing"),
-        ("sleeps", 1, "Timeout of 5 seconds exceeded"),
+        ("sleeps", 1, "Timeout of 10 seconds exceeded"),
     ],
 )
 def test_faulty_cell_fails(outcomes, name, cell, message):
