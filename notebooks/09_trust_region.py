@@ -54,6 +54,7 @@ from lmrl.tree import (
     sequence_kl,
     visit_probabilities,
 )
+from lmrl.variance import leaf_moments
 
 # %% [markdown]
 # ## Failure one: nothing left to compare
@@ -433,6 +434,8 @@ def _label_equal_steps(fig, left, right, corners, length, delta):
     right.set(title="probabilities", xlim=(-0.1, 1.1), ylim=(-0.12, 1))
     right.set_aspect("equal")
     right.axis("off")
+    fig.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
+    fig.subplots_adjust(left=0.08, right=0.99, bottom=0.15, top=0.92, wspace=0.05)
     return fig
 
 
@@ -847,6 +850,22 @@ assert (in_loss["kl_k2"] - reverse).abs().max() < 1e-10
 assert (in_loss["kl_k3"] - forward).abs().max() < 1e-10 and (forward - reverse).abs().max() > 0.05
 assert (in_reward["kl_k1"] - reverse).abs().max() < 1e-10
 assert min((in_reward[k] - reverse).abs().max() for k in ("kl_k2", "kl_k3")) > 0.1
+
+# %% [markdown]
+# And the noise? Section 5's instrument, for one sampled token. Each estimator is a weight times the score: $1$ for $k_1$ in
+# the loss, $1 - e^{-d}$ for $k_3$ in the loss, $d$ for $k_2$ in the loss. And $d$ for $k_1$ in the reward: those two are
+# one estimator.
+
+# %%
+one_token = enumerate_tree(lambda prefixes: logits.expand(len(prefixes), -1), max_length=1)
+scores = score_matrix(one_token, [logits])
+d = log_ratio(logprobs, ref_logprobs).detach()
+weights = {"1": torch.ones_like(d), "d": d, "1 - exp(-d)": 1 - (-d).exp()}
+moments = {name: leaf_moments(one_token, weight[:, None] * scores, reverse) for name, weight in weights.items()}
+for name, m in moments.items():
+    print(f"weight {name:11}: bias {m.bias.norm():.3f}, variance {m.variance:.3f}  (‖∇KL‖ = {reverse.norm():.3f})")
+assert abs(moments["1"].bias.norm() - reverse.norm()) < 1e-10 and moments["1"].variance > 0.5
+assert moments["d"].bias.norm() < 1e-10 and moments["1 - exp(-d)"].bias.norm() > 0.1
 
 # %% [markdown]
 # $k_3$ in the loss is still a pull towards the reference: both divergences are zero there and nowhere else, and close to

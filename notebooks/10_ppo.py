@@ -44,12 +44,14 @@ from lmrl.tree import (
     expectation,
     flat_gradient,
     leaf_probabilities,
+    row_gradients,
     sequence_entropy,
     sequence_kl,
     terminal_returns,
     visit_probabilities,
 )
 from lmrl.trust_region import entropy, kl_exact, kl_k3, log_ratio
+from lmrl.variance import leaf_moments
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -141,8 +143,44 @@ assert gaps[0] < 1e-10 < gaps[1] and 3 < gaps[2] / gaps[1] < 5 and 3 < gaps[3] /
 # At $\theta_{\text{old}}$ the two gradients are equal. Away from it the gap grows with the square of the distance: four
 # times for twice the way. Near enough, the surrogate is right; that is section 9's reason for a trust region.
 #
-# Multiplying the ratios of all tokens would correct the states as well. Its price is variance. If one ratio has second
-# moment $\mathbb{E}[r^2] = 1 + \chi^2$, the product over $T$ independent tokens has $(1 + \chi^2)^T$:
+# Multiplying the ratios of all tokens would correct the states as well: it is the ratio of whole completions, and then
+# the estimate is exact. Its price is variance. Section 5's instrument gives both, for three estimators of $\nabla J(\theta)$
+# that use one completion of $\pi_{\text{old}}$ with up to five tokens: no ratio at all, a ratio per token, and the product.
+# (The first two weigh a token by its advantage; the product weighs the completion by $R - J_{\text{old}}$, which is noisier
+# from the start.)
+
+# %%
+longer = TabularPolicy(vocab_size=3, max_length=5, seed=0)
+old_tree = enumerate_tree(longer, max_length=5, eos_id=0)
+returns = (old_tree.ids == 1).sum(-1).double()
+weights = exact_values(old_tree, returns).a[old_tree.states, old_tree.ids]
+centred = (returns - expectation(old_tree, returns)).detach()
+origin, direction = longer.logits.detach().clone(), TabularPolicy(3, 5, seed=1).logits.detach()
+found = {}
+for distance in (0.0, 0.4, 1.0):
+    longer.logits.data = origin + distance * direction
+    now = enumerate_tree(longer, max_length=5, eos_id=0)
+    target = exact_gradient(now, returns, longer.parameters())
+    token_scores = torch.stack([row_gradients(column, longer.parameters()) for column in now.logprobs.unbind(1)], 1)
+    ratio = torch.where(old_tree.mask, importance_ratio(now.logprobs, old_tree.logprobs), 1.0).detach()  # [L, T]
+    estimates = {
+        "no ratio": (weights[..., None] * token_scores).sum(1),
+        "per token": ((ratio * weights)[..., None] * token_scores).sum(1),
+        "product": (ratio.prod(1) * centred)[:, None] * token_scores.sum(1),
+    }
+    for name, table in estimates.items():
+        moments = found[name, distance] = leaf_moments(old_tree, table, target)
+        bias = moments.bias.norm() / target.norm()
+        print(f"moved by {distance}, {name:9}: bias {bias:5.1%} of ‖∇J‖, variance {moments.variance:6.2f}")
+        assert (bias < 1e-10) == (name == "product" or distance == 0)
+assert found["per token", 1.0].bias.norm() < 0.8 * found["no ratio", 1.0].bias.norm()
+growth = {name: found[name, 1.0].variance / found[name, 0.0].variance for name in estimates}
+assert growth["product"] > 10 > 2 > growth["per token"]
+
+# %% [markdown]
+# The ratio per token removes a part of the bias for little variance; the product removes all of it, and its variance
+# explodes. Already with five tokens: if one ratio has second moment $\mathbb{E}[r^2] = 1 + \chi^2$, the product over $T$
+# independent tokens has $(1 + \chi^2)^T$.
 
 # %%
 chi_squared = 0.02

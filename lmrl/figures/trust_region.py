@@ -78,6 +78,8 @@ def _label_equal_steps(fig, left, right, corners, length, delta):
     right.set(title="probabilities", xlim=(-0.1, 1.1), ylim=(-0.12, 1))
     right.set_aspect("equal")
     right.axis("off")
+    fig.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
+    fig.subplots_adjust(left=0.08, right=0.99, bottom=0.15, top=0.92, wspace=0.05)
     return fig
 
 
