@@ -27,7 +27,7 @@
 # | trajectory | one completion of $T$ tokens, ended by a stop token or by a cap on $T$ | $\tau = (a_1, \dots, a_T)$ |
 # | reward | a number for the finished completion | $R(\tau)$ |
 #
-# The last but two is where this differs from a robot or a game. Whoever pushes a robot's arm waits to see what the world
+# The transition is where this differs from a robot or a game. Whoever pushes a robot's arm waits to see what the world
 # makes of it. Here the next state follows from the action by a rule that we know, and can replay as often as we like. A
 # second run of the same policy differs from the first for one reason only: other tokens were drawn.
 #
@@ -58,8 +58,8 @@ from lmrl.policy import build_policy, build_tokenizer, token_logprobs
 # $$\pi_\theta(a \mid s) = \frac{e^{z_a(s)}}{\sum_{a'} e^{z_{a'}(s)}}.$$
 #
 # The smallest such function is a table: every prefix has its own row of $V$ free numbers, and all rows together are
-# $\theta$. Nothing is shared between prefixes, so what one state learns never disturbs another. Rows are numbered so that the row after appending token
-# $a$ to row $r$ is $rV + a + 1$.
+# $\theta$. Nothing is shared between prefixes, so what one state learns never disturbs another. Rows are numbered so
+# that the row after appending token $a$ to row $r$ is $rV + a + 1$.
 
 
 # %% tags=["export"]
@@ -107,8 +107,9 @@ assert torch.isclose(after_ab.sum(), torch.ones((), dtype=torch.float64))
 # finished completion. A path ends where it takes the stop token, or at the cap; in the second case the leaf is marked
 # `truncated`.
 #
-# The leaves are stored the way a trainer stores a batch: one row for each, padded to `[L, T]`, with a mask of the real
-# tokens. Any function that works on a batch of sampled completions can then be applied to all completions at once.
+# The leaves are stored the way a trainer stores a batch: one row for each of the $L$ leaves, padded to `[L, T]`, with a
+# mask of the real tokens. Any function that works on a batch of sampled completions can then be applied to all
+# completions at once.
 
 
 # %% tags=["export"]

@@ -14,9 +14,10 @@
 # %% [markdown]
 # # 4. The policy gradient, derived
 #
-# A policy $\pi_\theta$ with parameters $\theta$ writes a completion $\tau$, and a black box returns its reward $R(\tau)$. We
-# want to raise the expected reward $J(\theta)$ by following its gradient $\nabla_\theta J$. But the black box cannot be differentiated, and the parameters
-# $\theta$ are not in it anyway: they decide *which* completions are drawn. How does one differentiate through a draw?
+# A policy $\pi_\theta$ with parameters $\theta$ writes a completion $\tau$, and a black box returns its reward
+# $R(\tau)$. We want to raise the expected reward $J(\theta)$ by following its gradient $\nabla_\theta J$. But the black
+# box cannot be differentiated, and the parameters $\theta$ are not in it anyway: they decide *which* completions are
+# drawn. How does one differentiate through a draw?
 #
 # The answer takes eight lines. Each of them is evaluated here on a tree of all completions (section 2), so that "equals"
 # is not a promise: the numbers on both sides are computed, and compared.
@@ -294,9 +295,9 @@ show(
 )
 
 # %% [markdown]
-# Now step through the lines, each beside the one before it, and change $\theta$ as you go: the second slider adds a number
-# to the logit of `b` in every state. Every value moves; what is equal stays equal. At the right end, where most texts
-# are full of `b`, watch line 5: the gradient has become what is left of two larger areas of opposite sign.
+# Now step through the lines, each beside the one before it, and change $\theta$ as you go: the second slider adds a
+# number to the logit of `b` in every state. Every value moves; what is equal stays equal. At the right end, where most
+# texts are full of `b`, watch line 5: the gradient has become what is left of two larger areas of opposite sign.
 
 # %%
 towards_b = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
@@ -546,8 +547,8 @@ explore(
 # more than one step; but after the first, the samples are those of an older policy $\pi_{\text{old}}$.
 #
 # **Claim 4.7.** Then line 6 is the wrong average, and the estimator is biased. Five weights for token $t$ are compared on
-# the tree of $\pi_{\text{old}}$, exactly. With $r_t = \pi(a_t|s_t) / \pi_{\text{old}}(a_t|s_t)$ for the ratio of token $t$,
-# they are:
+# the tree of $\pi_{\text{old}}$, exactly. With $r_t = \pi(a_t|s_t) / \pi_{\text{old}}(a_t|s_t)$ for the ratio of token $t$
+# (from here on this letter is a ratio; section 2 used it for a moment for the reward after a token), they are:
 #
 # - $R$: nothing is corrected;
 # - $R\, r_t$: the ratio of this token;

@@ -47,9 +47,9 @@ from lmrl.variance import group_moments, leaf_moments, pair_moments, weighted_sc
 # %% [markdown]
 # ## A constant in every weight
 #
-# **Claim 6.1.** Five completions score 0.7, 0.9, 0.2, 0.8 and 1.0. All five weights are positive, so a step makes all five
-# completions more likely, the one with 0.2 included. Now subtract their mean, 0.72. The first and the third weight become
-# negative, and a step makes these two less likely.
+# **Claim 6.1.** Five completions get the rewards 0.7, 0.9, 0.2, 0.8 and 1.0. As weights they are all positive, so a step
+# pushes all five completions up, the one with 0.2 included. Now subtract their mean, 0.72. The first and the third weight
+# become negative, and a step pushes these two down.
 #
 # A number $b$ that is subtracted in this way is called a **baseline**. The weight that is left says how a completion
 # compares; it is the simplest form of an advantage. A reward can be missing: a completion that nobody could grade has a
@@ -117,9 +117,9 @@ for name, advantages in {"none": rewards, "constant": constant, "of the state": 
 assert moments["constant"].variance < moments["none"].variance < moments["of the state"].variance
 
 # %% [markdown]
-# What if the baseline looks at the action? Take $b = Q(s_t, a_t)$, the expected reward after this very token (section 2). It is the best
-# guess one could make of $R$, and it removes not only the noise but the gradient itself: the mean of what is left is the
-# zero vector.
+# What if the baseline looks at the action? Take $b = Q(s_t, a_t)$, the expected reward after this very token (section 2).
+# It is the best guess one could make of $R$, and it removes not only noise but the gradient itself: the mean of what is
+# left is the zero vector.
 
 # %%
 values = exact_values(tree, rewards)
@@ -377,8 +377,8 @@ explore(
 #
 # The mean reward $J$ is not known; it has to be estimated from the same samples. Sample $G$ completions of one prompt and
 # average their rewards. ($G$ is a number of completions from here on; section 2's return had an index, $G_t$.) Why of one
-# prompt? A baseline may depend on the state, and the prompt is part of the state. An
-# easy prompt's completions should be compared with each other, not with those of a hard one.
+# prompt? A baseline may depend on the state, and the prompt is part of the state. An easy prompt's completions should be
+# compared with each other, not with those of a hard one.
 #
 # So each row of a batch carries a label, `group`, that says which prompt it answers. Rows can come in any order: after a
 # shuffle, a row's neighbours are not its group.
