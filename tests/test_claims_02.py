@@ -18,7 +18,6 @@ from lmrl.tree import (
     terminal_returns,
 )
 
-
 SIZES = [(2, 5, 0, 0), (3, 3, None, 1), (4, 4, 2, 3), (6, 2, 5, 4)]  # vocabulary, cap, stop token, seed
 
 
