@@ -1,14 +1,15 @@
-# make train | lab | test | export | check. Each needs only Python ≥ 3.11 and make; the first run fills .venv.
+# make train | lab | test | export | check | exercises. Each needs only Python ≥ 3.11 and make; the first run fills .venv.
 
 PIP_INSTALL := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/lab$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
 
-.PHONY: help train lab test export check
+.PHONY: help train lab test export check exercises
 help:
 	@echo "make train   train the default job; make train ARGS='--help' lists the settings"
 	@echo "make lab     open the course in JupyterLab"
 	@echo "make test    run all tests and all notebooks"
 	@echo "make export  write lmrl/ from the notebooks"
+	@echo "make exercises  write the notebooks without their solutions to build/exercises/"
 	@echo "make check   is lmrl/ up to date, and does ruff agree?"
 
 train: .venv/.train
@@ -23,6 +24,9 @@ test: .venv/.test .venv/.vllm
 
 export: .venv/.course
 	.venv/bin/python tools/export.py
+
+exercises: .venv/.course
+	.venv/bin/python tools/exercises.py
 
 check: .venv/.course
 	.venv/bin/python tools/export.py --check

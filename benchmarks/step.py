@@ -1,6 +1,6 @@
 """Speed of the default job: completions per second, seconds per step, and the share of generation.
 
-    python benchmarks/step.py                # 20 steps after 5 of warm-up; medians, with the quartiles
+python benchmarks/step.py                # 20 steps after 5 of warm-up; medians, with the quartiles
 """
 
 import argparse

@@ -2,10 +2,12 @@
 
     policy        1. Where supervision runs out
     tree          2. A language model is already a policy
+    objective     3. The objective
     reinforce     4. The policy gradient, derived
     variance      5. Why the estimator is so noisy
     baselines     6. Baselines, and why they are free
     values        7. Values, advantages, actor–critic
+    gae           8. TD, bootstrapping and GAE
     trust_region  9. Why you cannot take a big step
     ppo           10. PPO
     batch         11. Back to tensors
@@ -30,10 +32,12 @@ __version__ = "0.1.0"
 __all__ = [
     "policy",
     "tree",
+    "objective",
     "reinforce",
     "variance",
     "baselines",
     "values",
+    "gae",
     "trust_region",
     "ppo",
     "batch",

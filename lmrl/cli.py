@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import transformers
 
-from lmrl.config import TrainConfig
+from lmrl.config import TrainConfig, check_config
 from lmrl.metrics import optional_import, peak_memory
 from lmrl.models import load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
 from lmrl.policy import warm_start_folder
@@ -24,6 +24,7 @@ __all__ = ["build_trainer", "train", "main"]
 
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
+    check_config(config)
     if config.model == "tiny" and config.task != "arithmetic":
         raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
     task = load_task(config.task, seed=config.seed)

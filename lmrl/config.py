@@ -80,15 +80,12 @@ class TrainConfig:
     device: str = "auto"
     """"auto" is a GPU if there is one, else the CPU."""
 
-    def __post_init__(self):
-        check_config(self)
-
     @property
     def completions_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
 
-def check_config(config: "TrainConfig") -> None:
+def check_config(config: TrainConfig) -> None:
     """Raise ValueError, with the value and the remedy, for settings that cannot work."""
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")

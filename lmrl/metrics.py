@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lmrl.batch import Rollouts
+from lmrl.policy import masked_mean
 from lmrl.signal import frac_reward_zero_std
 
 __all__ = ["summarise", "rollout_metrics", "peak_memory", "MetricsLog", "optional_import"]
@@ -35,12 +36,16 @@ def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """What the sampler and the verifier produced: reward, length, truncation, tied groups (section 16)."""
+    """What the sampler and the verifier produced: reward, tied groups, entropy, length, truncation (section 16).
+
+    The entropy per token is estimated by the mean of -log-prob over the sampled tokens: unbiased, and no pass of its own.
+    """
     rewards = rollouts.rewards[rollouts.graded]
     return {
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "frac_reward_zero_std": frac_reward_zero_std(rollouts.rewards, rollouts.group, rollouts.graded),
+        "entropy": float(masked_mean(-rollouts.sampler_logprobs, rollouts.mask)),
         "completion_length": float(rollouts.mask.sum(1).float().mean()),
         "truncated": float(rollouts.truncated.float().mean()),
         "ungraded": float((~rollouts.graded).float().mean()),

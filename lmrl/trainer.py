@@ -21,22 +21,16 @@ from tqdm import tqdm
 
 from lmrl.baselines import group_advantages
 from lmrl.batch import Rollouts, micro_batches
-from lmrl.config import TrainConfig
+from lmrl.config import TrainConfig, check_config
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, rollout_metrics, summarise
 from lmrl.models import disable_dropout
-from lmrl.policy import (
-    completion_logits,
-    completion_texts,
-    gather_logprobs,
-    save_model,
-    token_logprobs,
-)
+from lmrl.policy import completion_texts, save_model, token_logprobs
 from lmrl.ppo import clipped, importance_ratio
 from lmrl.rewards import RewardFunction, score_completions
 from lmrl.rollout import Sampler
 from lmrl.tasks import Example, Task, encode_prompt
-from lmrl.trust_region import entropy, kl_k3
+from lmrl.trust_region import kl_k3
 
 __all__ = [
     "collect",
@@ -45,6 +39,7 @@ __all__ = [
     "estimate_advantages",
     "loss_mask",
     "score_reference",
+    "rows_with_gradient",
     "micro_batch_pass",
     "token_metrics",
     "require_finite",
@@ -105,14 +100,18 @@ def score_reference(rollouts: Rollouts, reference, temperature: float, size: int
     return replace(rollouts, ref_logprobs=torch.cat(pieces))
 
 
+def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tensor:
+    """Bool ``[B]``: rows in which some token has both a weight and an advantage or a KL penalty (section 16)."""
+    return ((weights != 0) & ((rollouts.advantages != 0) | (beta != 0.0))).any(1)
+
+
 def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
     """Forward one micro-batch: its share of the step's loss, the piece with ``old_logprobs``, and its token metrics.
 
     ``weights`` ``[B, T]`` are the piece's rows of `token_weights`. The metrics are detached ``[B, T]`` tensors (section
     16). Raises FloatingPointError when a real token's log-prob is not finite.
     """
-    logits = completion_logits(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, config.temperature)
-    logprobs = gather_logprobs(logits, piece.completion_ids)
+    logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, config.temperature)
     require_finite("the policy's log-probs", logprobs, piece.mask)
     if piece.old_logprobs is None:
         piece = replace(piece, old_logprobs=logprobs.detach())
@@ -126,15 +125,14 @@ def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[T
         beta=config.beta,
         ref_logprobs=piece.ref_logprobs,
     )
-    return loss, piece, token_metrics(logits.detach(), logprobs.detach(), piece, config)
+    return loss, piece, token_metrics(logprobs.detach(), piece, config)
 
 
 @torch.no_grad()
-def token_metrics(logits: Tensor, logprobs: Tensor, piece: Rollouts, config) -> dict[str, Tensor]:
-    """What to watch, per token ``[B, T]``: entropy, ratio error, clipping, KLs, the sampler's log-prob gap."""
+def token_metrics(logprobs: Tensor, piece: Rollouts, config) -> dict[str, Tensor]:
+    """What to watch, per token ``[B, T]``: ratio error, clipping, KLs, the sampler's log-prob gap (section 16)."""
     ratio = importance_ratio(logprobs, piece.old_logprobs)
     metrics = {
-        "entropy": entropy(logits),
         "ratio_error": (ratio - 1).abs(),
         "clip_fraction": clipped(ratio, piece.advantages, config.epsilon, config.epsilon_high).float(),
         "kl_old": kl_k3(piece.old_logprobs, logprobs),
@@ -185,6 +183,7 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
+        check_config(config)
         prompts = config.completions_per_step // config.num_generations
         if prompts > len(task.train):
             raise ValueError(
@@ -238,7 +237,9 @@ class Trainer:
         config = self.config
         mask = loss_mask(rollouts, config.mask_truncated_completions)
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
-        pieces = list(micro_batches(rollouts, weights, config.per_device_train_batch_size))
+        trained = rows_with_gradient(rollouts, weights, config.beta)
+        trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
+        pieces = list(micro_batches(rollouts.select(trained), weights[trained], config.per_device_train_batch_size))
         summaries = []
         for _ in range(config.num_iterations):
             self.optimizer.zero_grad()
@@ -255,7 +256,7 @@ class Trainer:
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        first = {name: summaries[0][name] for name in ("entropy", "ratio_error", "sampler_gap")}
+        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap")}
         return {**summaries[-1], **first, "learning_rate": rate}
 
 

@@ -15,8 +15,9 @@
 # # 7. Values, advantages, actor–critic
 #
 # A model is asked for 42 + 17 and writes `58`. The answer is wrong, and the reward says so once, for the whole text. But
-# the 5 was right and the 8 was not. With a reward at the end and no discount, every token carries the same weight
-# (section 2), so the policy gradient lowers both. How can each token get the weight that it earned?
+# the 5 was right and the 8 was not. With a reward at the end and no discount, every token has the same return (section
+# 2). Whatever baseline is subtracted from it, both digits are pushed in the same direction. How can each token get the
+# weight that it earned?
 #
 # Section 6 left a door open: a baseline may be different in every state, as long as it does not look at the token that
 # is chosen there. This section goes through it.
@@ -118,7 +119,7 @@ advantages = torch.where(tree.mask, A[tree.states, tree.ids], 0.0)
 
 jumps = next_chosen(values, tree.mask, rewards) - values
 assert (tree.log_policy.exp() * A).sum(-1).abs().max() < 1e-10
-assert torch.allclose(jumps[tree.mask], advantages[tree.mask], atol=1e-10)
+assert torch.allclose(jumps[tree.mask], advantages[tree.mask], atol=1e-10, rtol=0)
 for text in ("ab#", "aab", "ba#"):
     row, length = texts.index(text), len(text)
     outlook = " → ".join(f"{v:.3f}" for v in [*values[row, :length].tolist(), rewards[row].item()])
@@ -302,8 +303,8 @@ assert ((mc_values[row, :length] - exact).abs() <= 4 * (exact * (1 - exact) / 12
 # %% [markdown]
 # **Claim 7.4.** Most tokens barely move $V$; a few move it a lot. Which ones are they? The stop token after a complete
 # answer, and the leading 1 of a sum above 99, are nearly free of risk. A digit that needed a carry is not. And once a
-# digit is wrong, $V$ is 0 and stays there: the tokens after it have advantage 0, where plain REINFORCE would go on
-# giving each of them the full weight.
+# digit is wrong, $V$ is 0 and stays there. The tokens after it have advantage 0, where a single number for the whole text
+# blames them as much as the digit that went wrong.
 
 # %%
 moves = mc_advantages[mask].abs().sort(descending=True).values
@@ -358,7 +359,7 @@ def _draw_share(ax, moves):
 
 # %% [markdown]
 # The picture shows three of the answers. A level is the value between two tokens, with a band of ±2 standard errors; an
-# arrow is what the token below it did to the value, which is its advantage.
+# arrow is what the token below it did to the value, which is its advantage. A jump much smaller than the bands is noise.
 
 # %%
 words = [tokenizer.batch_decode(ids[:n, None]) for ids, n in zip(samples.ids, samples.lengths)]
@@ -413,7 +414,7 @@ explore(
 # section 8 needs its value when a completion was cut off.
 #
 # The critic starts as a copy of the policy's own trunk, with a head of zeros: it predicts 0 until it has seen returns.
-# Values are float32 whatever the trunk computes in, because a value of 0.7 in bfloat16 has two digits.
+# Values are float32 whatever the trunk computes in, because bfloat16 keeps only two to three digits.
 
 
 # %% tags=["export"]

@@ -136,7 +136,7 @@ for gamma in (1.0, 0.9):
     V, Q, A = exact_values(tree, scores, gamma)
     values = torch.where(tree.mask, V[tree.states], torch.nan)  # nobody may read the padding
     delta = td_errors(rewards, values, tree.mask, gamma=gamma)
-    assert torch.allclose(delta[tree.mask], A[tree.states, tree.ids][tree.mask], atol=1e-10)
+    assert torch.allclose(delta[tree.mask], A[tree.states, tree.ids][tree.mask], atol=1e-10, rtol=0)
 print(f"δ = A for all {int(tree.mask.sum())} tokens of {len(tree.ids)} completions")
 
 # %% [markdown]
@@ -156,7 +156,7 @@ critic = torch.randn(len(V), generator=torch.Generator().manual_seed(1), dtype=t
 guesses = torch.where(tree.mask, critic[tree.states], torch.nan)
 delta = td_errors(rewards, guesses, tree.mask, gamma=1.0)
 not_last = tree.mask & (rewards == 0)
-assert torch.allclose(delta[:, :-1][not_last[:, :-1]], guesses.diff()[not_last[:, :-1]], atol=1e-10)
+assert torch.allclose(delta[:, :-1][not_last[:, :-1]], guesses.diff()[not_last[:, :-1]], atol=1e-10, rtol=0)
 
 # %% [markdown]
 # ## From one step to all of them
@@ -260,12 +260,12 @@ for gamma, lam in ((1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (1.0, 1.0), (0.0, 0.3)):
     recursion, _ = gae(r, v, mask, gamma=gamma, lam=lam, bootstrap=after)
     n_steps = [n_step_advantages(r, v, mask, n, gamma=gamma, bootstrap=after) for n in range(1, T + 1)]
     weighted = (1 - lam) * sum(lam ** (n - 1) * n_steps[n - 1] for n in range(1, T)) + lam ** (T - 1) * n_steps[-1]
-    assert torch.allclose(recursion, weighted, atol=1e-10)
+    assert torch.allclose(recursion, weighted, atol=1e-10, rtol=0)
     for row in range(B):
         rewards_row, values_row = r[row, mask[row]].tolist(), [*v[row, mask[row]].tolist(), after[row].item()]
         d = [reward + gamma * new - old for reward, old, new in zip(rewards_row, values_row, values_row[1:])]
         sums = [sum((gamma * lam) ** l * x for l, x in enumerate(d[t:])) for t in range(len(d))]  # noqa: E741
-        assert torch.allclose(recursion[row, mask[row]], torch.tensor(sums, dtype=torch.float64), atol=1e-10)
+        assert torch.allclose(recursion[row, mask[row]], torch.tensor(sums, dtype=torch.float64), atol=1e-10, rtol=0)
 print("the three forms agree;", f"{int((~mask).sum())} of {mask.numel()} entries were masked")
 
 # %% [markdown]
@@ -277,9 +277,9 @@ print("the three forms agree;", f"{int((~mask).sum())} of {mask.numel()} entries
 # %%
 short, _ = gae(rewards, guesses, tree.mask, gamma=1.0, lam=0.0)
 long, targets = gae(rewards, guesses, tree.mask, gamma=1.0, lam=1.0)
-assert torch.allclose(short, delta, atol=1e-10)
-assert torch.allclose(long[tree.mask], (scores[:, None] - guesses)[tree.mask], atol=1e-10)
-assert torch.allclose(targets, terminal_returns(scores, tree.mask), atol=1e-10)
+assert torch.allclose(short, delta, atol=1e-10, rtol=0)
+assert torch.allclose(long[tree.mask], (scores[:, None] - guesses)[tree.mask], atol=1e-10, rtol=0)
+assert torch.allclose(targets, terminal_returns(scores, tree.mask), atol=1e-10, rtol=0)
 
 # %% [markdown]
 # ## Three ways to be off by one
@@ -373,7 +373,7 @@ estimate, _ = gae(rewards, guesses, tree.mask, gamma=1.0, lam=lam)
 row = int(tree.mask.sum(-1).argmax())
 believed = -guesses[row, 0] + lam**3 * scores[row]
 believed += (1 - lam) * sum(lam ** (l - 1) * guesses[row, l] for l in (1, 2, 3))  # noqa: E741
-assert torch.isclose(estimate[row, 0], believed, atol=1e-10)
+assert torch.isclose(estimate[row, 0], believed, atol=1e-10, rtol=0)
 
 # %% [markdown]
 # Now let the critic be wrong, $\hat V(s) = V(s) + e(s)$, with errors that are independent from state to state, of mean 0
@@ -586,8 +586,8 @@ assert moments[1.0].bias.norm() < 1e-10 < 0.05 * gradient.norm() < moments[0.0].
 # saved on the left: its errors differ from rollout to rollout, too.
 #
 # In practice $\lambda$ is set to 0.95 or 1, far to the right of the best value for a good critic. Both of the reasons are
-# above. Critics of language models are worse than the errors assumed here (section 7's was hardly better than a constant
-# halfway through an answer), and their errors persist while batches grow. And at the right end, with a single reward,
+# above. Critics of language models are worse than the errors assumed here (section 7's was, halfway
+# through an answer, little better than a constant), and their errors persist while batches grow. And at the right end, with a single reward,
 # what is left of GAE is $R - \hat V(s_t)$: a baseline. That a second network of the policy's size has to be trained to
 # get it is one reason why much of current practice does without a critic.
 #

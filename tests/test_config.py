@@ -2,11 +2,12 @@ from dataclasses import fields
 
 import pytest
 
-from lmrl.config import TrainConfig
+from lmrl.config import TrainConfig, check_config
 
 
 def test_defaults_are_valid_and_make_whole_groups():
     config = TrainConfig()
+    check_config(config)
     assert config.completions_per_step % config.num_generations == 0
 
 
@@ -17,7 +18,10 @@ def test_defaults_are_valid_and_make_whole_groups():
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"num_generations": 1}, "num_generations is 1.*at least 2"),
-        ({"per_device_train_batch_size": 10, "num_generations": 4}, "10 completions.*num_generations 4 does not divide"),
+        (
+            {"per_device_train_batch_size": 10, "num_generations": 4},
+            "10 completions.*num_generations 4 does not divide",
+        ),
         ({"loss_type": "mean"}, "loss_type is 'mean'; choose one of grpo, dapo, dr_grpo"),
         ({"scale_rewards": "batch"}, "scale_rewards is 'batch'"),
         ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type is 'cosine'"),
@@ -29,7 +33,7 @@ def test_defaults_are_valid_and_make_whole_groups():
 )
 def test_impossible_settings_say_what_and_how(settings, message):
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**settings)
+        check_config(TrainConfig(**settings))
 
 
 def test_accumulation_counts_towards_the_groups():

@@ -5,7 +5,7 @@ import torch
 
 from lmrl.batch import rollouts_from_samples
 from lmrl.metrics import MetricsLog, optional_import, peak_memory, rollout_metrics, summarise
-from lmrl.policy import Samples, pad_left
+from lmrl.policy import Samples, length_mask, pad_left
 
 
 def test_token_means_are_over_the_step_not_over_micro_batches():
@@ -37,7 +37,8 @@ def rollouts_with(rewards, graded):
     rows = len(rewards)
     prompt_ids, prompt_mask = pad_left([[1]] * rows, 0)
     lengths = torch.arange(1, rows + 1)
-    samples = Samples(torch.zeros(rows, rows, dtype=torch.int64), torch.zeros(rows, rows), lengths, lengths == rows)
+    logprobs = torch.where(length_mask(lengths, rows), -2.0, float("nan"))
+    samples = Samples(torch.zeros(rows, rows, dtype=torch.int64), logprobs, lengths, lengths == rows)
     rollouts = rollouts_from_samples(prompt_ids, prompt_mask, torch.arange(rows) // 2, samples)
     fields = {**vars(rollouts), "rewards": torch.tensor(rewards), "graded": torch.tensor(graded)}
     return type(rollouts)(**fields)
@@ -49,6 +50,7 @@ def test_rollout_metrics_exact():
         "reward": 0.75,
         "reward_std": pytest.approx(0.4330127),
         "frac_reward_zero_std": 0.5,
+        "entropy": pytest.approx(2.0),
         "completion_length": 2.5,
         "truncated": 0.25,
         "ungraded": 0.0,

@@ -219,7 +219,7 @@ def test_sampled_logprobs_equal_scored_logprobs(family, temperature, policy, tok
     mask = length_mask(samples.lengths, 8)
     assert samples.lengths.unique().numel() > 1  # rows did leave the batch at different times
     scored = token_logprobs(model, prompt_ids, prompt_mask, samples.ids, temperature)
-    assert (scored - samples.logprobs)[mask].abs().max() < 1e-4
+    assert (scored - samples.logprobs)[mask].abs().max() < 1e-3  # float32 logits of size 50
     untempered = token_logprobs(model, prompt_ids, prompt_mask, samples.ids)
     assert temperature == 1.0 or (untempered - samples.logprobs)[mask].abs().max() > 0.01
 

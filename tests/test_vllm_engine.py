@@ -42,7 +42,12 @@ def test_vllm_samples_what_the_trainer_scores(engine, temperature):
     tokenizer, model = load_tokenizer(warm_start_folder(0)), load_policy(warm_start_folder(0))
     prompts = [tokenizer(text).input_ids for text in ("12+34=", "57+68=", "99+10=")]
     parameters = SamplingParams(
-        n=8, temperature=temperature, max_tokens=4, logprobs=0, detokenize=False, stop_token_ids=[tokenizer.eos_token_id]
+        n=8,
+        temperature=temperature,
+        max_tokens=4,
+        logprobs=0,
+        detokenize=False,
+        stop_token_ids=[tokenizer.eos_token_id],
     )
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
     completions = [(i, c) for i, output in enumerate(outputs) for c in output.outputs]
