@@ -28,7 +28,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of the warm start, the order of the prompts and the sampling."""
 
-    max_steps: int = 600
+    max_steps: int = 800
     """Optimiser steps' worth of generated batches."""
     per_device_train_batch_size: int = 512
     """Completions that go through the model at once."""

@@ -256,7 +256,7 @@ class Trainer:
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap")}
+        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap", "kl_ref") if name in summaries[0]}
         return {**summaries[-1], **first, "learning_rate": rate}
 
 

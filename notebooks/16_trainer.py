@@ -95,7 +95,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of the warm start, the order of the prompts and the sampling."""
 
-    max_steps: int = 600
+    max_steps: int = 800
     """Optimiser steps' worth of generated batches."""
     per_device_train_batch_size: int = 512
     """Completions that go through the model at once."""
@@ -506,7 +506,7 @@ class Trainer:
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap")}
+        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap", "kl_ref") if name in summaries[0]}
         return {**summaries[-1], **first, "learning_rate": rate}
 
 
