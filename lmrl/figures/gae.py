@@ -33,7 +33,8 @@ def dial_figure(lams: list[float], errors: list, sigma: float, rollouts: int) ->
             ax.text(1.03, label_height, name, color=COLORS[color], va="center")
         ax.plot(lams[best], total[best], "o", color="black", ms=7)
         kind = "persistent" if persistent else "redrawn"
-        ax.set(xlim=(0, 1.3), ylim=(0, 1.1 * max(total)), xlabel="λ", xticks=[0, 0.25, 0.5, 0.75, 1])
+        ax.set(xlim=(0, 1.3), ylim=(0, 1.1 * max(total)), xlabel="λ", xticks=[0, 0.5, 1])
+        ax.locator_params("y", nbins=4)
         ax.set_title(f"critic error {kind}: best λ = {lams[best]:.2f}", fontsize=10.5)
     axes[0].set_ylabel("squared error of Â [reward²]")
     return fig

@@ -51,4 +51,5 @@ def _draw_share(ax, moves):
     ax.plot(percent, F.pad(moves.cumsum(0) / moves.sum() * 100, (1, 0)), color=COLORS["advantage"], lw=2)
     ax.plot([0, 100], [0, 100], color=COLORS["reference"], ls="--", lw=1)
     ax.text(52, 25, "if all moved V\nequally", fontsize=9, color=COLORS["reference"])
-    ax.set(xlim=(0, 100), ylim=(0, 105), title="share of all movement of V [%]", xlabel="tokens that move V most [%]")
+    ax.set(xlim=(0, 100), ylim=(0, 105), xticks=[0, 50, 100], yticks=[0, 50, 100])
+    ax.set(title="share of all movement of V [%]", xlabel="tokens that move V most [%]")
