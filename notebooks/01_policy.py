@@ -26,7 +26,10 @@
 #
 # - that the supervised gradient is exact and speaks at every position (claim 1.1),
 # - that one reward at the end speaks about the answer as a whole and about no token in particular (claim 1.2),
-# - that a reward can say *not that*, which no demonstration can (claim 1.3).
+# - that a reward can discourage, which no demonstration can (claim 1.3).
+#
+# A numbered **claim** is checked twice: by an `assert` in the cell that follows it here, for the one example shown, and
+# for many examples in `tests/test_claims_01.py` under the same number. It is the same in every section.
 
 # %%
 import hashlib
@@ -216,6 +219,8 @@ print(tokenizer("12+34=").input_ids, "→", repr(tokenizer.decode(tokenizer("12+
 #
 # $$p_\theta(v \mid x, y_{<t}) = \frac{e^{z_v}}{\sum_{u} e^{z_u}}, \qquad z \in \mathbb R^{V} \text{ the logits.}$$
 #
+# Everything that can be learned is in $\theta$: here the weights of the network.
+#
 # Ours is a two-layer transformer with about 84,000 parameters. The head dimension is 32 because inference engines such as
 # vLLM support that one and not smaller ones.
 
@@ -317,7 +322,8 @@ assert masked_mean(torch.tensor([[1.0, 2.0, 3.0], [6.0, float("nan"), 7.0]]), ma
 # neither: causal attention never looks ahead.
 #
 # A **temperature** $\tau$ divides the logits, $z \to z/\tau$. A policy that is sampled at $\tau$ *is* the tempered
-# distribution, so its log-probs must be tempered too: the division happens in this one function, for everyone.
+# distribution, so its log-probs must be tempered too: the division happens in this one function, for everyone. (The
+# code says `temperature`. From section 2 on, $\tau$ without a division is a trajectory.)
 
 
 # %% tags=["export"]
@@ -381,6 +387,8 @@ assert torch.allclose(together[0, :2], alone[0], atol=1e-5)
 # minimises its negative log-likelihood,
 #
 # $$L(\theta) = -\sum_{t=1}^{T} \log p_\theta(y^*_t \mid x, y^*_{<t}).$$
+#
+# For a batch, the code averages over all tokens of all demonstrations; that is the sum times a constant.
 
 
 # %% tags=["export"]
@@ -390,8 +398,9 @@ def supervised_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# What does its gradient say? Write $p$ for the softmax of the logits $z$ at one position and $y^*$ for the
-# demonstrated token. Then
+# What does its gradient say? Write $p$ for the softmax of the logits $z$ at one position, $y^*$ for the demonstrated
+# token there, and $\mathbb 1[v = y^*]$ for 1 where $v$ is that token and 0 elsewhere (the vector of these is `onehot`).
+# Then
 #
 # $$\frac{\partial}{\partial z_v}\bigl(-\log p_{y^*}\bigr) = p_v - \mathbb 1[v = y^*].$$
 #
@@ -415,7 +424,7 @@ supervised_gradient = gradient[0].detach()
 # ## A warm start
 #
 # Reinforcement learning needs a policy that succeeds sometimes: from random weights every answer scores zero and there
-# is nothing to compare (section 13 makes this exact). So we train on demonstrations first and stop early, when about
+# is nothing to compare (section 13 makes this exact). So we train on demonstrations first and stop early, when
 # nearly half of the answers are right. First the demonstrations as tensors:
 
 
@@ -708,12 +717,13 @@ assert 0.2 < sum(rates) / 4 < 0.5
 # %% [markdown]
 # ## What breaks when the demonstrations are gone
 #
-# Take $y^*$ away. The model answers, the verifier returns $R$. Three things change at once, and the rest of the course
-# repairs exactly these three.
+# Take $y^*$ away. The model answers, the verifier returns $R$. That removes three things that supervised training takes
+# for granted. Getting along without them is what the sections to come are about.
 #
-# 1. **There is no target.** Cross-entropy compares with a label, and there is none: not "hard to get", undefined.
-# 2. **The signal is one number, after the last token.** It does not say which token earned it.
-# 3. **The data depend on the parameters.** The model learns from what it wrote, and what it writes changes as it learns.
+# 1. **A target.** The loss above contains $y^*$. Without it there is no formula left to evaluate (sections 3 and 4).
+# 2. **A signal at every token.** $R$ comes once, after the last token, and is silent about which token earned it (sections
+#    5 to 8).
+# 3. **A fixed data set.** The model learns from what it wrote, and what it writes changes as it learns (sections 9 and 10).
 #
 # Here are two answers to the same prompt, one accepted and one not:
 
@@ -749,9 +759,9 @@ assert torch.equal(weights, reward[:, None] * mask)
 print(weights)
 
 # %% [markdown]
-# And the other side of it. A demonstration can only say *do this*. A negative reward says *not that*, about a text that
-# the model itself produced: with $R = -1$ the gradient is exactly minus the gradient of imitating the same text. Claim
-# 1.3, over all parameters of the model:
+# And the other side of it. All that a demonstration does is to raise the text it shows. A negative reward lowers a
+# text, and one that the model itself came up with: with $R = -1$ the gradient is exactly minus the gradient of
+# imitating the same text. Claim 1.3, over all parameters of the model:
 
 # %%
 row = torch.tensor([wrong])
@@ -801,8 +811,8 @@ columns = tokenizer.convert_tokens_to_ids(vocabulary)
 rows = [tokenizer.convert_ids_to_tokens(samples.ids[i, : samples.lengths[i]].tolist()) for i in (right, wrong)]
 show(
     two_regimes(supervised_gradient[:, columns], ["4", "6", "<eos>"], vocabulary, rows, [1.0, 0.0]),
-    caption="A demonstration tells every position which logit to raise (one dark cell per column, the rest pays for "
-    "it). A reward arrives once, after the last token, and leaves open which token earned it.",
+    caption="Left, before any training: every position is told which logit to raise (one dark cell per column; the "
+    "others go down a little). Right: a reward arrives once, after the last token, and leaves open which token earned it.",
     alt="Left, a heat map of the supervised gradient with one strongly negative cell per demonstrated token. Right, two "
     "sampled answers as rows of tokens with question marks, the first with R = 1 and the second with R = 0.",
 )
@@ -844,18 +854,24 @@ explore(
 # %% [markdown]
 # ## The question that can be answered
 #
-# "What should token 2 have been?" has no answer: nothing knows. "Across many sampled answers, does this token go
-# together with more reward?" has one, and we can count it. Every method of this course is a way of asking that question
-# with less noise. Among 64 answers to the prompt above, by their first token:
+# Which digit belongs in the third place? The verifier does not say. But in a pile of sampled answers one can count: do
+# those with a certain digit there earn more than the others? Every method of this course is a way of making that
+# comparison with less noise. Here are the 64 answers to the prompt above, sorted by their third token:
 
 # %%
-first = torch.tensor([ids[0] for ids in samples.ids.tolist()])
-for token in first.unique().tolist():
-    chosen = first == token
+third, long_enough = samples.ids[:, 2], samples.lengths > 2
+for token in third[long_enough].unique().tolist():
+    chosen = long_enough & (third == token)
     mean = torch.tensor(rewards)[chosen].mean()
     print(
-        f"first token {tokenizer.convert_ids_to_tokens(token)!r}: {int(chosen.sum()):2} answers, mean reward {mean:.2f}"
+        f"third token {tokenizer.convert_ids_to_tokens(token)!r}: {int(chosen.sum()):2} answers, mean reward {mean:.2f}"
     )
+right_token = tokenizer.convert_tokens_to_ids(problem.answer[2])
+assert torch.tensor(rewards)[long_enough & (third == right_token)].mean() >= sum(rewards) / len(rewards)
+
+# %% [markdown]
+# The right digit stands out, although no one has named it. Its mean can be below 1: then another token was wrong in some
+# of these answers, and the reward, being one number, counts that against this token too.
 
 # %% [markdown]
 # ## Exercises
