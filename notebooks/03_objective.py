@@ -17,8 +17,8 @@
 # Section 2 has a policy $\pi_\theta$ that writes completions $\tau$, and a number $R(\tau)$ for each finished one. What
 # exactly should training raise?
 #
-# The plain answer: the average score of the answers that this model produces, averaged as often as it produces them. With
-# one prompt,
+# Score every completion that the policy could write, weigh each score with the probability of that completion, and add
+# up. With one prompt,
 #
 # $$J(\theta) = \mathbb{E}_{\tau \sim \pi_\theta}[R(\tau)] = \sum_\tau \pi_\theta(\tau)\, R(\tau), \tag{3.1}$$
 #
@@ -53,8 +53,8 @@ from lmrl.tree import (
 # %% [markdown]
 # ## Exactly
 #
-# The reward is a black box that takes a finished text. It may run a test suite, ask a person, or look the answer up. On a
-# tree it is called once for each leaf.
+# Of the reward nothing need be known but its values: hand it a finished text, and a number comes back. A test suite may
+# be inside, or a person, or a list of right answers. On a tree it is called once for each leaf.
 
 
 # %% tags=["export"]
@@ -120,8 +120,8 @@ def sample_leaves(tree: Tree, count: int, generator: torch.Generator) -> torch.T
 
 
 # %% [markdown]
-# **Claim 3.1.** $J$ is an average under the policy's own sampling distribution. So sampling must agree with the list,
-# within four standard errors. First with leaves drawn from the tree:
+# **Claim 3.1.** The weights in (3.1) are those with which the policy writes. So the average over texts that it writes
+# must agree with the list, within four standard errors. First with leaves drawn from the tree:
 
 # %%
 for N in (64, 512, 4096):
@@ -164,14 +164,15 @@ assert abs(estimate.mean - model_J) < 4 * estimate.standard_error
 #
 # ## Where θ is
 #
-# Put the supervised objective of section 1 next to the new one. The data have fixed frequencies $q(y)$, and
+# Put the supervised objective of section 1 next to the new one. A completion $y$ has a fixed frequency $q(y)$ in the
+# data, and
 #
 # $$L(\theta) = \sum_y \underbrace{q(y)}_{\text{fixed}}\ \underbrace{\big(-\log p_\theta(y)\big)}_{\text{moves with }\theta},
 # \qquad
 # J(\theta) = \sum_\tau \underbrace{\pi_\theta(\tau)}_{\text{moves with }\theta}\ \underbrace{R(\tau)}_{\text{fixed}}.$$
 #
-# In the first, the parameters are in the function that is averaged. In the second, they are in the weights of the average,
-# the **measure**, and the function knows nothing of them.
+# Both are weighted sums. On the left $\theta$ changes what is summed, and the weights stay. On the right $\theta$
+# changes the weights, which are called the **measure**, and what is summed stays.
 #
 # **Claim 3.2.** $J$ moves when $\theta$ moves, and $R$ never does. Let $\theta$ be a single number that is added to the logit
 # of `b` everywhere. The checker is not asked again: its seven answers stay what they were, and it has no derivative, being
@@ -212,8 +213,9 @@ assert abs(kept.mean - J_old) < 4 * kept.standard_error < abs(kept.mean - J_new)
 # **Claim 3.3.** Compare two policies. *Diverse* gives five answers equally often, three of which score 1 and two 0.
 # *Constant* always gives one and the same answer, which scores 0.6. Both have $J = 0.6$.
 #
-# How much can a group of $G$ samples teach? A training step compares them with each other, so what counts is how far the
-# rewards in a group lie from the group's own mean $\bar R$. On average, the mean squared distance is
+# How much can a group of $G$ samples with the rewards $R_1, \dots, R_G$ teach? A training step compares them with each
+# other, so what counts is how far the rewards in a group lie from the group's own mean $\bar R$. On average, the mean
+# squared distance is
 #
 # $$\mathbb{E}\Big[\frac1G \sum_{i=1}^G (R_i - \bar R)^2\Big] = \mathbb{E}[R^2] - \mathbb{E}[\bar R^2]
 # = \mathrm{Var}[R] - \frac{\mathrm{Var}[R]}{G} = \Big(1 - \frac1G\Big) \mathrm{Var}[R]. \tag{3.3}$$
@@ -249,13 +251,13 @@ assert abs(group_signal(*diverse, 2) - 0.12) < 1e-10 and abs(group_signal(*diver
 assert group_signal(*constant, 4) == 0
 
 # %% [markdown]
-# In the article both policies answer rightly or wrongly, and the constant one is right in 60% of cases. With one prompt that
-# cannot be: a constant answer scored 0 or 1 has $J = 0$ or $J = 1$. Hence the graded reward above. With several prompts it
-# can. Answer each of five prompts always in the same way, three of them rightly: $J$ is 0.6 over the prompts and 0 or 1 for
-# each of them, and no group of any prompt has a signal.
+# The article that this course follows lets both policies answer rightly or wrongly, the constant one rightly in 60% of
+# cases. With one prompt that cannot be: a constant answer scored 0 or 1 has $J = 0$ or $J = 1$. Hence the graded reward
+# above. With several prompts it can. Answer each of five prompts always in the same way, three of them rightly: $J$ is
+# 0.6 over the prompts and 0 or 1 for each of them, and no group of any prompt has a signal.
 #
-# Now train both. The rule is the one that the next sections arrive at: draw a group of eight, and raise the logit of each
-# answer in proportion to $R_i - \bar R$.
+# Now train both. The rule is the one that the next sections arrive at, as far as it is needed here: draw a group of
+# eight, and raise the logit of each answer that was drawn by $(R_i - \bar R)/8$.
 
 # %%
 for name, (p, R) in {"diverse": diverse, "constant": constant}.items():
@@ -276,9 +278,9 @@ for name, (p, R) in {"diverse": diverse, "constant": constant}.items():
 # Why would a policy become constant? Because (3.1) rewards it for that. Among all policies $J$ is largest where all mass is
 # on the best completion; and the best completion that *training can see* is the best one that has been written so far.
 #
-# **Claim 3.4.** Four completions have the rewards $R = (1, 0.7, 0.2, 0)$ and the policy $\pi_0 = (0.01, 0.3, 0.3, 0.39)$.
-# The best is rare; the second contributes most to $J$. Move a fraction $\alpha$ of all mass to that one,
-# $\pi = (1 - \alpha)\, \pi_0 + \alpha\, e_1$.
+# **Claim 3.4.** Four completions have the rewards $R = (1, 0.7, 0.2, 0)$ and the policy
+# $\pi_0 = (0.01, 0.3, 0.3, 0.39)$. The best is rare; the second contributes most to $J$. Move a fraction $\alpha$ of all
+# mass to that one, $\pi = (1 - \alpha)\, \pi_0 + \alpha\, e$, where $e = (0, 1, 0, 0)$.
 
 # %%
 start, R = torch.tensor([[0.01, 0.3, 0.3, 0.39], [1.0, 0.7, 0.2, 0.0]], dtype=torch.float64)
@@ -301,8 +303,9 @@ assert abs(J_mixed[-1] - 0.7) < 1e-10 and entropy[-1] == 0 and signal[-1] < 1e-1
 #
 # $$\frac{\partial J}{\partial z_a} = \sum_{a'} \pi_{a'} \big(\mathbb{1}[a = a'] - \pi_a\big) R_{a'} = \pi_a\, (R_a - J), \tag{3.4}$$
 #
-# since $\partial \pi_{a'} / \partial z_a = \pi_{a'} (\mathbb{1}[a = a'] - \pi_a)$. An answer is pushed by how much better it
-# is than the average, times its own probability. The best answer of all, at probability $10^{-4}$, gets next to no push.
+# since $\partial \pi_{a'} / \partial z_a = \pi_{a'} (\mathbb{1}[a = a'] - \pi_a)$, with $\mathbb{1}[a = a']$ for 1
+# where the two answers are the same and 0 elsewhere. An answer is pushed by how much better it is than the average,
+# times its own probability. The best answer of all, at probability $10^{-4}$, gets next to no push.
 
 # %%
 for p in mixed[:-1]:
@@ -336,12 +339,14 @@ for rate, steps in ((1.0, 1000), (10.0, 300)):
 for (rate, alpha), (found, learned) in found_learned.items():
     assert learned + 4 * (0.25 / 1000) ** 0.5 < found  # four standard errors, at most
 assert found_learned[1.0, 0.0][0] > 0.95 and found_learned[1.0, 0.0][1] < 0.01
-assert found_learned[10.0, 0.99][0] < found_learned[10.0, 0.0][0] and found_learned[10.0, 0.99][1] < 0.01
+assert found_learned[10.0, 0.99][0] < found_learned[10.0, 0.0][0] and found_learned[10.0, 0.99][1] == 0
+assert abs(found_learned[10.0, 0.0][1] - 1 / 20) < 0.03
 
 # %% [markdown]
-# At the small rate nearly every run from $\pi_0$ finds the best answer, and none learns it. A find is one push; before the next
-# find the second-best answer has had many, and each of them makes the next find rarer. At the large rate a lucky early find can win, from $\pi_0$ in about one run
-# of twenty; from inside the trap it never does. Sampling is necessary for learning, and far from enough.
+# At the small rate nearly every run from $\pi_0$ finds the best answer, and none learns it. A find is one push; before
+# the next find the second-best answer has had many, and each of them makes the next find rarer. At the large rate a
+# lucky early find can win, from $\pi_0$ in about one run of twenty; from inside the trap, at $\alpha = 0.99$, it never
+# did. Sampling is necessary for learning, and far from enough.
 #
 # ## The picture
 #
@@ -382,7 +387,7 @@ def _overlap(ax, probabilities, rewards, texts):
     ax.bar(x, probabilities * rewards, width=0.5, color=COLORS["policy"])
     ax.set_xticks(x, texts)
     ax.set(ylim=(0, 1.16), xlabel="completion")
-    for place, (text, color) in enumerate((("rewards R", "reward"), ("probabilities π; solid: π·R", "policy"))):
+    for place, (text, color) in enumerate((("outlines: R", "reward"), ("bars: π,  solid part: π·R", "policy"))):
         ax.text(0.01 + 0.29 * place, 0.99, text, color=COLORS[color], transform=ax.transAxes, va="top", weight="bold")
 
 
@@ -393,6 +398,11 @@ for value in thetas:
     tilted = enumerate_tree(lambda prefixes: policy(prefixes) + value * tilt, 2, 0)
     family.append(leaf_probabilities(tilted).detach())
 family = torch.stack(family)  # [81, 7]
+known = [texts[i] for i in (family * rewards).argmax(1)]  # the completion that contributes most to J, for each θ
+changes = [round(thetas[i].item(), 1) for i in range(1, len(known)) if known[i] != known[i - 1]]
+print(f"J is largest at θ = {thetas[(family @ rewards).argmax()]:.1f}")
+print(f"{known[0]} contributes most below θ = {changes[0]}, then {known[40]}, and from θ = {changes[1]} on {known[-1]}")
+assert [known[0], known[40], known[-1]] == ["aa", "ba", "bb"] and len(changes) == 2
 
 show(
     overlap_figure(thetas, family, rewards, texts, theta=2.0),
