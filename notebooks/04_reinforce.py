@@ -324,7 +324,8 @@ explore(
 # $$\mathcal{L}(\theta) = -\frac1N \sum_{i=1}^N \sum_t A_i \log \pi_\theta(a_{i,t} \mid s_{i,t}). \tag{4.9}$$
 #
 # With $A_i = R(\tau_i)$ its gradient is minus the estimator of line 8; the sign is there because optimisers go
-# downhill. Its *value* means nothing: it is no measure of progress. It is called a **surrogate** for that reason.
+# downhill. (Why the letter $A$: from section 6 on the weight is an advantage. The code calls it that from the start.)
+# Its *value* means nothing: it is no measure of progress. It is called a **surrogate** for that reason.
 #
 # The module exports the terms of the double sum, one for each token, as a tensor `[B, T]`: `B` rows, `T` tokens. How they
 # are added up turns out to matter, and is left to section 11. The weight may differ from token to token; sections 6 to 8
@@ -366,6 +367,8 @@ print(f"J = {line_1:.4f}, but the expected loss is {expectation(tree, losses):.4
 # received in the end. All other tokens pay for it, since probabilities sum to 1.
 #
 # How does that differ from supervised training? The score of a token $a$, as seen at the logits $z$ of its state, is
+# (with $\mathrm{onehot}(a)$ for the vector that is 1 at $a$ and 0 elsewhere, and $\pi$ for the vector of all
+# probabilities there)
 #
 # $$\nabla_z \log \pi(a) = \mathrm{onehot}(a) - \pi, \tag{4.10}$$
 #
@@ -546,9 +549,9 @@ explore(
 # First, the samples have to come from $\pi_\theta$ itself. Generating text is expensive, so one would like to use it for
 # more than one step; but after the first, the samples are those of an older policy $\pi_{\text{old}}$.
 #
-# **Claim 4.7.** Then line 6 is the wrong average, and the estimator is biased. Five weights for token $t$ are compared on
-# the tree of $\pi_{\text{old}}$, exactly. With $r_t = \pi(a_t|s_t) / \pi_{\text{old}}(a_t|s_t)$ for the ratio of token $t$
-# (from here on this letter is a ratio; section 2 used it for a moment for the reward after a token), they are:
+# **Claim 4.7.** Then line 6 is the wrong average, and the estimator is biased. Five weights for token $t$ are compared
+# on the tree of $\pi_{\text{old}}$, exactly. With $r_t = \pi(a_t|s_t) / \pi_{\text{old}}(a_t|s_t)$ for the ratio of
+# token $t$ (sections 2 and 8 use this letter for the reward after a token; everywhere else it is a ratio), they are:
 #
 # - $R$: nothing is corrected;
 # - $R\, r_t$: the ratio of this token;
