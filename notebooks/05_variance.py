@@ -242,11 +242,12 @@ for N in (2, 3, 4):
 # %% [markdown]
 # ## Longer than any tree
 #
-# One more case can be computed exactly, and it reaches thousands of tokens. Let the policy be **memoryless**: every token
-# is drawn from the same distribution $\pi$ over $V$ tokens, with one shared vector of logits for parameters. A token $a$
-# then adds $\sigma_a = \mathrm{onehot}(a) - \pi$ to the score (equation 4.10), wherever it stands. And let a small machine
-# read the text from left to right, with a state $q$ that each token changes, and a reward that depends on the last state
-# only: "the first token was right" needs two states, "how many were right" needs $T + 1$.
+# One more case can be computed exactly, and it reaches thousands of tokens. Let the policy be **memoryless**: every
+# token is drawn from the same distribution $\pi$ over $V$ tokens, with one shared vector of logits for parameters. A
+# token $a$ then adds $\sigma_a = \mathrm{onehot}(a) - \pi$ to the score (equation 4.10), wherever it stands. And let a
+# small machine read the text from left to right, with a state $q$ that each token changes, and a reward that depends on
+# the last state only: "the first token was right" needs three states (nothing read yet, right, wrong), "how many were
+# right" needs $T + 1$.
 #
 # For each state carry three sums over all texts that lead to it: the probability $p(q)$, the mean score $m(q)$, and the
 # mean squared length of the score $r(q)$. A token takes a text from $q$ to $q'$ and its score from $s$ to $s + \sigma_a$, so
@@ -352,7 +353,8 @@ print(f"p = 1, minus the group's mean: variance {silenced.variance}")
 assert silenced.variance == 0 and (silenced.mean == 0).all()
 
 # %% [markdown]
-# Training recipes drop such prompts and sample others in their place; that is what "dynamic sampling" in a recipe means.
+# A training step gets nothing from such a prompt. *Dynamic sampling* (DAPO, Yu et al., 2025) replaces it by another
+# one, for which the rewards of the group differ.
 #
 # ## Second source: one number for many parameters
 #
@@ -552,9 +554,9 @@ def _sample_estimates(probabilities, right, length, count, seed):
 
 def _cloud(ax, samples, gradient, length):
     points, counts = samples.unique(dim=0, return_counts=True)
-    silent = (points == 0).all(1)
-    color = [COLORS["reference"] if zero else COLORS["policy"] for zero in silent]
-    ax.scatter(*points.T, s=2 + 2.5 * counts, c=color, alpha=0.55, lw=0)
+    silent, size = (points == 0).all(1), 2 + 2.5 * counts
+    ax.scatter(*points[~silent].T, s=size[~silent], color=COLORS["policy"], alpha=0.55, lw=0)
+    ax.scatter(*points[silent].T, s=size[silent], facecolor="none", edgecolor=COLORS["reference"], lw=1.5)
     average = samples.cumsum(0) / torch.arange(1, len(samples) + 1)[:, None]
     ax.plot(*average[10:].T, color=COLORS["advantage"], lw=1.2)
     reach = 2.4 * (0.3 * length) ** 0.5 + 0.5
@@ -562,10 +564,12 @@ def _cloud(ax, samples, gradient, length):
         ax.quiver(0, 0, *gradient, angles="xy", scale_units="xy", scale=1, width=0.012, zorder=3)
     ax.text(0.02, 0.02, "∇J: the black arrow" if gradient.norm() > 1e-9 else "∇J = 0", transform=ax.transAxes)
     share = counts[silent].sum() / len(samples)
-    notes = [(f"{share:.0%} of 400 estimates are 0", "reference")] if share else []
-    notes += [("the others", "policy"), ("running mean of all", "advantage")] if share < 1 else []
+    notes = [(f"ring: {share:.0%} of 400 estimates are 0", "reference")] if share else []
+    dots = "dots: the others" if share else "dots: 400 estimates"
+    notes += [(dots, "policy"), ("line: running mean of all", "advantage")] if share < 1 else []
     for row, (text, name) in enumerate(notes):
-        ax.text(0.02, 0.99 - 0.07 * row, text, color=COLORS[name], transform=ax.transAxes, va="top", weight="bold")
+        style = {"color": COLORS[name], "weight": "bold", "bbox": {"fc": "white", "ec": "none", "pad": 0.5}}
+        ax.text(0.02, 0.99 - 0.07 * row, text, transform=ax.transAxes, va="top", **style)
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
     ax.set(xlabel="gradient, first axis", ylabel="second axis")
 
@@ -593,7 +597,7 @@ def _error_curve(ax, runs, gradient, exact):
 show(
     noise_figure(length=8),
     caption="Half of the estimates are zero. The others scatter five times as far as ∇J is long.",
-    alt="Left: estimates as dots in a plane, as large as they are frequent, a large grey one at the origin, and a short "
+    alt="Left: estimates as dots in a plane, as large as they are frequent, a large grey ring at the origin, and in it a short "
     "black arrow for the gradient. Right: the error of the mean of N estimates on logarithmic axes, a straight line down "
     "that crosses the length of the gradient at N = 24, and eight single runs scattered around it.",
 )

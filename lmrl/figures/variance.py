@@ -44,9 +44,9 @@ def _sample_estimates(probabilities, right, length, count, seed):
 
 def _cloud(ax, samples, gradient, length):
     points, counts = samples.unique(dim=0, return_counts=True)
-    silent = (points == 0).all(1)
-    color = [COLORS["reference"] if zero else COLORS["policy"] for zero in silent]
-    ax.scatter(*points.T, s=2 + 2.5 * counts, c=color, alpha=0.55, lw=0)
+    silent, size = (points == 0).all(1), 2 + 2.5 * counts
+    ax.scatter(*points[~silent].T, s=size[~silent], color=COLORS["policy"], alpha=0.55, lw=0)
+    ax.scatter(*points[silent].T, s=size[silent], facecolor="none", edgecolor=COLORS["reference"], lw=1.5)
     average = samples.cumsum(0) / torch.arange(1, len(samples) + 1)[:, None]
     ax.plot(*average[10:].T, color=COLORS["advantage"], lw=1.2)
     reach = 2.4 * (0.3 * length) ** 0.5 + 0.5
@@ -54,10 +54,12 @@ def _cloud(ax, samples, gradient, length):
         ax.quiver(0, 0, *gradient, angles="xy", scale_units="xy", scale=1, width=0.012, zorder=3)
     ax.text(0.02, 0.02, "∇J: the black arrow" if gradient.norm() > 1e-9 else "∇J = 0", transform=ax.transAxes)
     share = counts[silent].sum() / len(samples)
-    notes = [(f"{share:.0%} of 400 estimates are 0", "reference")] if share else []
-    notes += [("the others", "policy"), ("running mean of all", "advantage")] if share < 1 else []
+    notes = [(f"ring: {share:.0%} of 400 estimates are 0", "reference")] if share else []
+    dots = "dots: the others" if share else "dots: 400 estimates"
+    notes += [(dots, "policy"), ("line: running mean of all", "advantage")] if share < 1 else []
     for row, (text, name) in enumerate(notes):
-        ax.text(0.02, 0.99 - 0.07 * row, text, color=COLORS[name], transform=ax.transAxes, va="top", weight="bold")
+        style = {"color": COLORS[name], "weight": "bold", "bbox": {"fc": "white", "ec": "none", "pad": 0.5}}
+        ax.text(0.02, 0.99 - 0.07 * row, text, transform=ax.transAxes, va="top", **style)
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
     ax.set(xlabel="gradient, first axis", ylabel="second axis")
 
