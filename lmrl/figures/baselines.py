@@ -98,7 +98,8 @@ def _spread(ax, probabilities, points, reach):
     drawn = torch.multinomial(probabilities, 300 * 8, True, generator=torch.Generator().manual_seed(0))
     estimates, exact = points[drawn].view(300, 8, 2).mean(1), probabilities @ points
     ax.scatter(*estimates.T, s=7, color=COLORS["policy"], alpha=0.5, lw=0)
-    ax.plot(*estimates.mean(0), "o", ms=9, mfc="none", mec=COLORS["advantage"], mew=2)
+    for color, width in (("white", 5), (COLORS["advantage"], 2)):
+        ax.plot(*estimates.mean(0), "o", ms=10, mfc="none", mec=color, mew=width)
     ax.quiver(0, 0, *exact, angles="xy", scale_units="xy", scale=1, width=0.014, zorder=3)
     ax.text(0.02, 0.98, "arrow: ∇J", transform=ax.transAxes, va="top", fontsize=9)
     ax.text(0.02, 0.02, "ring: mean of the dots", transform=ax.transAxes, fontsize=9, color=COLORS["advantage"])
