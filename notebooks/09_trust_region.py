@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 9. Why you cannot take a big step
 #
-# The sections so far end in a direction: an estimate of the gradient of $J$, the expected reward. How far may one walk
-# along it?
+# Sections 4 to 8 estimate the gradient of $J$, the expected reward: which way $\theta$ should move. How long may the
+# move be?
 #
 # In supervised training the data stays what it is, whatever the step does to the model. Here the model wrote the data.
 # The gradient was estimated from completions of one policy, and after the step there is another policy, about which
@@ -29,7 +29,9 @@
 # - $\pi_\theta(a \mid s)$, the probability that the policy with parameters $\theta$ writes $a$ next. In a fixed state
 #   it is written $\pi(a)$, and it is the softmax of $V$ numbers, the **logits** $z$;
 # - $\pi_{\text{old}}$, the policy that sampled the current batch; $\pi_{\text{ref}}$, the frozen model from which
-#   training started.
+#   training started;
+# - $\delta$, a limit on a KL divergence (section 8's $\delta_t$, with an index, is something else); $\Delta$, a step, a
+#   change of the logits or of $\theta$.
 
 # %%
 import math
@@ -470,11 +472,13 @@ explore(
 # estimate from the old batch. On the tree the two can be compared. The change of $J$ is exactly (Kakade and Langford,
 # 2002)
 #
-# $$J(\theta) - J(\theta_{\text{old}}) = \sum_s d_{\theta}(s) \sum_a \pi_\theta(a \mid s)\, A_{\text{old}}(s, a):
+# $$J(\theta) - J(\theta_{\text{old}}) = \sum_s d_{\theta}(s) \sum_a \pi_\theta(a \mid s)\, A_{\text{old}}(s, a),
 # \tag{9.2}$$
 #
-# a new policy gains what the old one would have called an advantage, in the states where the *new* one goes. A batch from
-# the old policy knows only where the *old* one goes, and that is the **surrogate**:
+# where $d_\theta(s)$ is the probability that $\pi_\theta$ visits state $s$, and $A_{\text{old}}$ the advantage under
+# $\pi_{\text{old}}$ (both from section 2). A new policy gains what the old one would have called an advantage, in the
+# states where the *new* one goes. A batch from the old policy knows only where the *old* one goes, and that is the
+# **surrogate**:
 #
 # $$L(\theta) = \sum_s d_{\text{old}}(s) \sum_a \pi_\theta(a \mid s)\, A_{\text{old}}(s, a). \tag{9.3}$$
 #
@@ -512,8 +516,8 @@ assert abs(slope - 2) < 0.15
 # ## A step for a budget
 #
 # Which step of KL $\delta$ gains the most? To lowest order, maximise $g^\top \Delta$ with $g = \nabla J$ under
-# $\tfrac12\Delta^\top F\Delta = \delta$. With a Lagrange multiplier $\lambda$, $g = \lambda F \Delta$, and the budget sets
-# the length:
+# $\tfrac12\Delta^\top F\Delta = \delta$. With a Lagrange multiplier $\mu$, $g = \mu F \Delta$, and the budget sets the
+# length:
 #
 # $$\Delta = \sqrt{\frac{2\delta}{g^\top F^{+} g}}\; F^{+} g . \tag{9.4}$$
 #
@@ -648,11 +652,12 @@ for beta in (0.0, 0.5):  # the budget bounds the step, with a penalty and withou
 for budget in (0.02, None):  # the penalty bounds the distance, with a budget and without
     assert runs[budget, 0.5][1] < 1.5 < 2.5 < runs[budget, 0.0][1]
 assert abs(runs[None, 0.5][2] - runs[None, 0.0][2]) < 1e-10
+assert abs(runs[0.02, 0.0][1] - 2.75) < 0.01 and abs(runs[None, 0.0][1] - 2.75) < 0.01
 
 # %% [markdown]
-# Small steps add up: with the budget alone the policy ends 2.7 nats from where it started. The penalty alone ends nearer,
-# but a single step of it may be as wild as without: its first step is the same to the last digit, since at the reference
-# the penalty's gradient is zero.
+# Small steps add up: with the budget alone the policy ends 2.75 nats from where it started, as far as without any
+# bound. The penalty alone ends nearer, but a single step of it may be as wild as without: its first step is the same to
+# the last digit, since at the reference the penalty's gradient is zero.
 
 # %% [markdown]
 # ## The KL from one sampled token
@@ -662,8 +667,9 @@ assert abs(runs[None, 0.5][2] - runs[None, 0.0][2]) < 1e-10
 #
 # $$d = \log \pi(a) - \log \pi_{\text{ref}}(a), \qquad a \sim \pi .$$
 #
-# The definition above says $\mathrm{KL}(\pi \,\|\, \pi_{\text{ref}}) = \mathbb{E}_\pi[d]$, so $d$ itself is an unbiased
-# estimate. Following Schulman (*Approximating KL divergence*, 2020) it is called $k_1$, and it has two relatives:
+# ($d$ alone is this difference; $d(s)$, with a state, stays the visit probability.) The definition of the KL says that
+# $\mathrm{KL}(\pi \,\|\, \pi_{\text{ref}}) = \mathbb{E}_\pi[d]$, so $d$ itself is an unbiased estimate. Following
+# Schulman (*Approximating KL divergence*, 2020) it is called $k_1$, and it has two relatives:
 #
 # $$k_1 = d, \qquad k_2 = \tfrac12 d^2, \qquad k_3 = e^{-d} - 1 + d .$$
 #
@@ -760,6 +766,7 @@ k1, k2, k3 = (estimator(both.log(), both_ref.log()) for estimator in (kl_k1, kl_
 assert abs((both * k1).sum() - kl) < 1e-10 and abs((both * k3).sum() - kl) < 1e-10
 assert abs((both * k2).sum() - kl) > 0.01
 assert k1.min() < 0 and k2.min() >= 0 and k3.min() >= 0
+assert abs(k3.std(correction=0) / k1.std(correction=0) - 0.09) < 0.005
 
 # %% [markdown]
 # Here $k_3$ has a tenth of $k_1$'s spread at the same mean. That is so near the reference. Far from it, where the
