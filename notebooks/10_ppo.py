@@ -18,6 +18,9 @@
 # After the first of them the batch was written by one policy and another one is being trained. What of the estimate is
 # still true, what can be corrected, and when should one stop?
 #
+# Section 9 answered the last question with a limit on the KL, and a matrix to be inverted at every step. This section
+# arrives at what is used in its place.
+#
 # Names:
 #
 # - $\pi_{\text{old}}$, the policy that wrote the batch; $\pi_\theta$, the policy being trained, which starts equal to it;
@@ -179,8 +182,9 @@ assert growth["product"] > 10 > 2 > growth["per token"]
 
 # %% [markdown]
 # The ratio per token removes a part of the bias for little variance; the product removes all of it, and its variance
-# explodes. Already with five tokens: if one ratio has second moment $\mathbb{E}[r^2] = 1 + \chi^2$, the product over $T$
-# independent tokens has $(1 + \chi^2)^T$.
+# explodes, already with five tokens. If one ratio has the second moment $\mathbb{E}[r^2] = 1 + \chi^2$, where $\chi^2$
+# is its variance (its mean is 1), the product over $T$ independent tokens has $(1 + \chi^2)^T$. A variance of 0.02 is
+# not much:
 
 # %%
 chi_squared = 0.02
@@ -203,10 +207,10 @@ assert (1 + chi_squared) ** 1000 > 1e8
 #
 # | advantage | ratio | value | gradient | reading |
 # |---|---|---|---|---|
-# | $A > 0$ | $r \le 1 + \epsilon_{\text{high}}$ | $rA$ | active | keep raising this token |
-# | $A > 0$ | $r > 1 + \epsilon_{\text{high}}$ | $(1 + \epsilon_{\text{high}})A$ | zero | raised enough for this batch |
-# | $A < 0$ | $r \ge 1 - \epsilon$ | $rA$ | active | keep lowering it |
-# | $A < 0$ | $r < 1 - \epsilon$ | $(1 - \epsilon)A$ | zero | lowered enough for this batch |
+# | $A > 0$ | $r \le 1 + \epsilon_{\text{high}}$ | $rA$ | active | a good token, pushed up |
+# | $A > 0$ | $r > 1 + \epsilon_{\text{high}}$ | $(1 + \epsilon_{\text{high}})A$ | zero | up as far as one batch may take it |
+# | $A < 0$ | $r \ge 1 - \epsilon$ | $rA$ | active | a bad token, pushed down |
+# | $A < 0$ | $r < 1 - \epsilon$ | $(1 - \epsilon)A$ | zero | down as far as one batch may take it |
 #
 # The token is held only on the side towards which its advantage pushes it. Whether a token is clipped therefore depends
 # on the sign of $A$; the ratio alone does not say.
@@ -342,13 +346,13 @@ def four_regions(epsilon: float = 0.2, epsilon_high: float | None = None, signs:
 
 def _label_regions(top, bottom, advantage, low, high):
     if advantage > 0:
-        texts = [(0.1, 0.95, "active:\nkeep raising"), (min(high + 0.05, 1.3), high - 0.5, f"held above {high:.3g}")]
-        slopes = [(0.05, 1.12, "in the ratio: A"), (0.05, -0.5, "dashed, in the log-prob: r A")]
+        texts = [(0.1, 0.95, "active:\npushed up"), (min(high + 0.05, 1.3), high - 0.5, f"held above {high:.3g}")]
+        slopes = [(0.05, 1.2, "in the ratio: A"), (0.05, -0.75, "dashed, in\nthe log-prob: r A")]
         edge, zero = high, (high + 0.05, 0.12)
         top.text(1.6, 1.8, "r A", ha="right")
     else:
-        texts = [(1.25, -0.9, "active:\nkeep lowering"), (0.05, -low - 0.75, f"held below {low:.3g}")]
-        slopes = [(1.2, -0.85, "in the ratio: A"), (0.05, -2.0, "dashed, in the log-prob: r A")]
+        texts = [(1.25, -0.9, "active:\npushed down"), (0.05, -low - 0.75, f"held below {low:.3g}")]
+        slopes = [(1.2, -0.8, "in the ratio: A"), (0.05, -2.0, "dashed, in\nthe log-prob: r A")]
         edge, zero = low, (0.05, 0.12)
         top.text(0.35, -0.2, "r A")
     for x, y, text in texts:
@@ -650,13 +654,14 @@ assert slope.item() == 0
 #
 # $$\underbrace{\min\big(r_t A_t,\ \mathrm{clip}(r_t)\, A_t\big)}_{\text{raise what went well}}
 # \;-\; c_V \underbrace{\ell_t}_{\text{predict better}}
-# \;+\; c_H \underbrace{H\big(\pi_\theta(\cdot \mid s_t)\big)}_{\text{stay varied}} .$$
+# \;+\; c_H \underbrace{H\big(\pi_\theta(\cdot \mid s_t)\big)}_{\text{stay varied}} ,$$
 #
-# The loss is minus that, so in a loss the signs are $-,\ +,\ -$. The third term is section 9's first failure, written
-# into the objective. Each sign is checked on the tree. There the gradient of every term has an exact value that it must
-# hit: the first $\nabla J$; the second $d(s)\,(V(s) - V^\pi(s))$ in the critic's prediction for state $s$, which is
-# downhill away from the true value $V^\pi$; the third, in the logits of a state, $-\pi(a)\,(\log\pi(a) + H)$ times
-# $d(s)$, which raises the tokens rarer than $e^{-H}$ and lowers the commoner ones.
+# with $\mathrm{clip}(r_t)$ short for the clip between the two bounds above, and $H$ for section 9's entropy of the next
+# token. The loss is minus that, so in a loss the signs are $-,\ +,\ -$. The third term pays for variety, so that the
+# collapse of section 9 has its price. Each sign is checked on the tree. There the gradient of every term has an exact
+# value that it must hit: the first $\nabla J$; the second $d(s)\,(V(s) - V^\pi(s))$ in the critic's prediction for
+# state $s$, which points away from the true value $V^\pi$, so that the minus leads there; the third, in the logits of a state,
+# $-\pi(a)\,(\log\pi(a) + H)$ times $d(s)$, which raises the tokens rarer than $e^{-H}$ and lowers the commoner ones.
 
 
 # %% tags=["demo"]
@@ -784,8 +789,8 @@ print(f"{tested} of 200 random moves keep every ratio inside; all are within the
 assert tested > 5
 
 # %% [markdown]
-# So read the clip as a cheap and approximate trust region: it takes away the reward for moving further, token by sampled
-# token, and only after the edge has been crossed.
+# What the clip does, then: token by sampled token, and only after the edge has been crossed, it takes away the reward
+# for moving further. That costs nothing, and keeps most steps short. A limit on the KL it is not.
 #
 # ## Exercises
 #
