@@ -165,6 +165,20 @@ def check_config(config: TrainConfig) -> None:
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
+    for name in ("seed", "warmup_steps", "weight_decay", "beta"):
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be 0 or more")
+    for name in ("temperature", "weight_decay", "beta"):
+        if math.isinf(getattr(config, name)):
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be finite")
+    if config.seed >= 2**63:
+        raise ValueError(f"seed is {config.seed}; it must be below 2**63")
+    if config.learning_rate > 1:
+        raise ValueError(
+            f"learning_rate is {config.learning_rate}; AdamW moves each weight by about that much per step, so take at most 1"
+        )
+    if not 0 <= config.adam_beta2 < 1:
+        raise ValueError(f"adam_beta2 is {config.adam_beta2}; take 0 <= adam_beta2 < 1, for example 0.99")
     if config.num_generations < 2:
         raise ValueError(
             f"num_generations is {config.num_generations}; a group baseline compares answers to the same prompt "
@@ -182,13 +196,13 @@ def check_config(config: TrainConfig) -> None:
         )
     if config.epsilon_high is not None and not config.epsilon_high > 0:
         raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
-    if not config.beta >= 0:
-        raise ValueError(f"beta is {config.beta}; a penalty's strength is 0 or more")
     choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
     choices |= {"dtype": ("float32", "bfloat16")}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(allowed)}")
+    if config.name is not None and (config.name in ("", "..") or config.name != Path(config.name).name):
+        raise ValueError(f"name is {config.name!r}; give a folder's name without slashes, and its place as output_dir")
 
 
 # %%

@@ -29,6 +29,18 @@ def test_defaults_are_valid_and_make_whole_groups():
         ({"epsilon": 0.0}, "epsilon is 0.0"),
         ({"epsilon_high": -0.1}, "epsilon_high is -0.1"),
         ({"beta": -1.0}, "beta is -1.0"),
+        ({"beta": float("inf")}, "beta is inf; it must be finite"),
+        ({"temperature": float("inf")}, "temperature is inf; it must be finite"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf.*at most 1"),
+        ({"warmup_steps": -5}, "warmup_steps is -5; it must be 0 or more"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
+        ({"adam_beta2": 1.0}, "adam_beta2 is 1.0; take 0 <= adam_beta2 < 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; it must be below"),
+        ({"name": ""}, "name is ''; give a folder's name without slashes"),
+        ({"name": "."}, "name is '.'"),
+        ({"name": ".."}, "name is '..'"),
+        ({"name": "a/b"}, "name is 'a/b'.*output_dir"),
     ],
 )
 def test_impossible_settings_say_what_and_how(settings, message):
