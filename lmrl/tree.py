@@ -159,7 +159,7 @@ def terminal_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1
     γ to the power of the number of completion tokens still to come, times the reward; 0 where masked. Section 2.
     """
     to_come = mask.flip(-1).cumsum(-1).flip(-1) - 1
-    return torch.where(mask, rewards[:, None] * gamma**to_come, 0.0)
+    return torch.where(mask, rewards[:, None] * gamma ** to_come.to(rewards.dtype), 0.0)
 
 
 class Values(NamedTuple):

@@ -27,6 +27,9 @@
 # | trajectory | one completion of $T$ tokens, ended by a stop token or by a cap on $T$ | $\tau = (a_1, \dots, a_T)$ |
 # | reward | a number for the finished completion | $R(\tau)$ |
 #
+# From here on a model's probability of the next token is written $\pi_\theta(a_t \mid s_t)$. The two ways of writing it
+# mean the same.
+#
 # The transition is where this differs from a robot or a game. Whoever pushes a robot's arm waits to see what the world
 # makes of it. Here the next state follows from the action by a rule that we know, and can replay as often as we like. A
 # second run of the same policy differs from the first for one reason only: other tokens were drawn.
@@ -276,13 +279,14 @@ assert torch.isclose(J, sum(p for text, p in zip(texts, leaf_probabilities(tree)
 # %% [markdown]
 # ## One reward, at the end
 #
-# In general a reward $r_t$ may follow every action $a_t$. The **return** $G_t$ adds up what follows token $t$, discounted
-# by a factor $\gamma \in [0, 1]$ for each step of waiting:
+# In general a reward $r_t$ may follow every action $a_t$. (The letter is needed here and in section 8; elsewhere $r_t$
+# is a ratio.) The **return** $G_t$ adds up what follows token $t$, discounted by a factor $\gamma \in [0, 1]$ for each
+# step of waiting:
 #
 # $$G_t = r_t + \gamma\, r_{t+1} + \gamma^2 r_{t+2} + \dots$$
 #
-# Text is scored once, when it is finished: $r_t = 0$ but for the last token, where $r_T = R(\tau)$. So
-# $G_t = \gamma^{T-t} R(\tau)$.
+# Text is scored once, when it is finished. With $T$ for the number of tokens of this completion, $r_t = 0$ but for the
+# last token, where $r_T = R(\tau)$. So $G_t = \gamma^{T-t} R(\tau)$.
 
 
 # %% tags=["export"]
@@ -292,7 +296,7 @@ def terminal_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1
     γ to the power of the number of completion tokens still to come, times the reward; 0 where masked. Section 2.
     """
     to_come = mask.flip(-1).cumsum(-1).flip(-1) - 1
-    return torch.where(mask, rewards[:, None] * gamma**to_come, 0.0)
+    return torch.where(mask, rewards[:, None] * gamma ** to_come.to(rewards.dtype), 0.0)
 
 
 # %% [markdown]
@@ -444,8 +448,9 @@ assert sequence_kl(tree, tree) == 0
 # ## Gradients
 #
 # Everything above is differentiable in the policy's parameters, so automatic differentiation gives the exact gradient
-# $\nabla_\theta J$: the direction in which $J$ rises fastest, and what every estimator later tries to hit. It is returned
-# as one flat vector with a component for each of the $P$ parameters, all of them laid end to end.
+# $\nabla_\theta J$: the direction in which $J$ rises fastest, and what every estimator later tries to hit. It is
+# returned as one flat vector, all parameters laid end to end. Their number is $P$ wherever gradients are concerned. (In
+# the shape of a batch of prompts, `[B, P]`, $P$ is the number of columns.)
 
 
 # %% tags=["export"]
@@ -543,18 +548,19 @@ assert torch.isclose(model_values.v[0], expectation(model_tree, model_rewards), 
 
 # %% [markdown]
 # The tree calls the model once for each length. The trainer's own function, `token_logprobs` from section 1, reads each
-# padded row in one pass. They agree on every token of every completion, to seven digits: Qwen3's normalisation layers
-# compute in float32 whatever the weights are held in. What is summed over the tree stays exact.
+# padded row in one pass. They agree on every token of every completion, to the precision of float32: Qwen3's
+# normalisation layers compute in it whatever the weights are held in. What is summed over the tree stays exact.
 
 # %%
 prompts = prompt_ids.expand(len(model_tree.ids), -1)
 in_one_pass = token_logprobs(model, prompts, torch.ones_like(prompts).bool(), model_tree.ids)
 difference = torch.where(model_tree.mask, in_one_pass - model_tree.logprobs, 0.0)
+print(f"largest difference of a log-prob: {difference.abs().max():.0e}")
 assert difference.abs().max() < 1e-5
 
 # %% [markdown]
 # Its gradient is checked along the gradient's own direction, where the slope of $J$ must be the gradient's length. The
-# step is longer than before, because of those seven digits.
+# step is longer than before, because of that precision.
 
 # %%
 model_gradient = exact_gradient(model_tree, model_rewards, model.parameters())

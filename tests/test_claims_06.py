@@ -51,7 +51,7 @@ def test_claim_6_2_a_baseline_that_ignores_the_action_is_unbiased(size):
     assert gradient.norm() > 0.01
     of_state = torch.randn(len(tree.depth), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for advantages in (subtract_baseline(rewards, 0.7), rewards[:, None] - of_state[tree.states]):
-        assert torch.allclose(mean_gradient(policy, tree, advantages), gradient, atol=1e-10)
+        assert torch.allclose(mean_gradient(policy, tree, advantages), gradient, rtol=0, atol=1e-10)
     of_action = exact_values(tree, rewards).q[tree.states, tree.ids]
     assert mean_gradient(policy, tree, rewards[:, None] - of_action).abs().max() < 1e-10
 
@@ -69,7 +69,9 @@ def test_claim_6_3_variance_is_a_parabola_with_its_minimum_at_the_weighted_mean(
     best = optimal_baseline(rewards, norms, p)
     lowest = total_variance(p, scores, rewards, best)
     for b in (-1.0, 0.0, 0.3, p @ rewards, 2.0):
-        assert torch.isclose(total_variance(p, scores, rewards, b), lowest + (b - best) ** 2 * (p @ norms), atol=1e-10)
+        assert torch.isclose(
+            total_variance(p, scores, rewards, b), lowest + (b - best) ** 2 * (p @ norms), rtol=0, atol=1e-10
+        )
     assert abs(best - p @ rewards) > 1e-4
 
 
@@ -81,7 +83,7 @@ def test_claim_6_3_the_minimum_is_the_mean_when_score_size_is_independent():
     norms = score_matrix(tree, policy.parameters()).square().sum(-1)
     assert norms.std() > 0.1
     best = optimal_baseline(rewards, norms, leaf_probabilities(tree))
-    assert torch.isclose(best, expectation(tree, rewards), atol=1e-10)
+    assert torch.isclose(best, expectation(tree, rewards), rtol=0, atol=1e-10)
 
 
 def test_claim_6_3_the_mean_can_be_worse_than_no_baseline():
@@ -103,12 +105,12 @@ def test_claim_6_4_the_mean_with_the_sample_itself_shortens_the_gradient(G, seed
         return group_moments(tree, weighted_scores(scores, rewards, weigh), gradient, G).mean
 
     centred = mean_over_all_groups(lambda r, g: group_advantages(r, g, scale="none"))
-    assert torch.allclose(centred, (1 - 1 / G) * gradient, atol=1e-10)
-    assert torch.allclose(mean_over_all_groups(leave_one_out_advantages), gradient, atol=1e-10)
+    assert torch.allclose(centred, (1 - 1 / G) * gradient, rtol=0, atol=1e-10)
+    assert torch.allclose(mean_over_all_groups(leave_one_out_advantages), gradient, rtol=0, atol=1e-10)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16))
 def test_claim_6_4_leave_one_out_is_the_centred_reward_times_n_over_n_minus_one(rewards):
     rewards, n = torch.tensor(rewards, dtype=torch.float64), len(rewards)
     advantages = leave_one_out_advantages(rewards, torch.zeros(n, dtype=torch.int64))
-    assert torch.allclose(advantages, n / (n - 1) * (rewards - rewards.mean()), atol=1e-10)
+    assert torch.allclose(advantages, n / (n - 1) * (rewards - rewards.mean()), rtol=0, atol=1e-10)

@@ -1,6 +1,8 @@
 import json
+import sys
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from lmrl.cli import main
@@ -48,13 +50,16 @@ def test_own_reward_function(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--task", "arithmetics"], ["arithmetics", "arithmetic"]),
+        (["--task", "arithmetics"], ["unknown task 'arithmetics'", "did you mean arithmetic?"]),
         (["--task", "reasoning_gym:chain_sums", "--model", "MODEL"], ["chain_sums", "chain_sum"]),
         (["--task", "reasoning_gym:chain_sum"], ["tiny", "--model"]),
         (["--model", "no/such/folder"], ["no/such/folder"]),
         (["--num-generations", "5"], ["32", "5", "does not divide"]),
         (["--max-steps", "0"], ["max_steps is 0"]),
         (["--reward", "nowhere.py:score"], ["nowhere.py"]),
+        (["--device", "nope"], ["device 'nope' does not work here", "take auto, cpu or cuda"]),
+        (["--device", "meta"], ["device 'meta' does not work here"]),
+        (["--output-dir", "/dev/null"], ["cannot make the folder /dev/null/arithmetic-1", "--output-dir"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(options, words, tmp_path, capsys):
@@ -90,6 +95,7 @@ def test_a_tokenizer_without_pad_or_eos(missing, tmp_path, capsys):
     [
         ("raise KeyError('truth')", ["KeyError", "truth"]),
         ("return [1.0]", ["1", "64"]),
+        ("raise SystemExit(0)", ["SystemExit"]),
         ("return ['good'] * len(completions)", ["good"]),
         ("return [float('nan')] * len(completions)", ["nan"]),
     ],
@@ -99,6 +105,41 @@ def test_a_faulty_reward_function(body, words, tmp_path, capsys):
     file.write_text(f"def score(prompts, completions, **columns):\n    {body}\n")
     code, _, err = run_cli(tmp_path, capsys, "--reward", f"{file}:score")
     assert_refused(code, err, tmp_path, "score", *words)
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lmrl.cli.load_task", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    code, _, err = run_cli(tmp_path, capsys, "--name", "r")
+    assert code == 2 and "choose another --name" in err
+
+
+@pytest.mark.parametrize("module", ["matplotlib.figure", "tensorboard"])
+def test_a_missing_extra_is_named_before_there_is_a_folder(module, tmp_path, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("lmrl.figures.", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, err = run_cli(tmp_path, capsys)
+    assert_refused(code, err, tmp_path, module, "lmrl[train]")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (torch.OutOfMemoryError(), 2, "out of memory; lower per_device")],
+)
+def test_what_may_happen_at_any_moment_is_one_line(error, code, words, tmp_path, capsys, monkeypatch):
+    """Ctrl-C during the warm start or an evaluation, and memory that runs out."""
+
+    def stop(trainer):
+        raise error
+
+    monkeypatch.setattr("lmrl.trainer.evaluate", stop)
+    assert run_cli(tmp_path, capsys)[0] == code
+    with monkeypatch.context() as patched:
+        patched.setattr("lmrl.cli.load_task", lambda *_, **__: stop(None))
+        result, _, err = run_cli(tmp_path, capsys)
+    assert result == code and err.startswith("lmrl: ") and words in err and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"]])

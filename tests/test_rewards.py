@@ -107,6 +107,27 @@ def test_an_exception_of_several_lines_becomes_one():
     assert "RuntimeError: first second (" in message(broken)
 
 
+def test_a_function_that_exits_is_an_error_not_the_end_of_the_run():
+    def leaves(prompts, completions, **columns):
+        raise SystemExit(0)
+
+    with pytest.raises(RewardError, match="leaves raised SystemExit: 0"):
+        score_completions(leaves, ["p"], ["a"], {})
+
+
+def test_a_function_may_change_the_lists_that_it_gets():
+    prompts, completions, columns = ["p", "q"], ["a", "b"], {"answer": ["x", "y"]}
+
+    def careless(prompts, completions, answer):
+        while completions:
+            prompts.pop(), completions.pop(), answer.pop()
+        return [1.0, 0.0]
+
+    rewards, _ = score_completions(careless, prompts, completions, columns)
+    assert rewards.tolist() == [1.0, 0.0]
+    assert (prompts, completions, columns) == (["p", "q"], ["a", "b"], {"answer": ["x", "y"]})
+
+
 def test_a_column_that_the_function_does_not_take():
     def narrow(prompts, completions):
         return [0.0] * 3

@@ -242,3 +242,9 @@ def test_gradient_against_finite_differences(shape):
             values.append(expectation(enumerate_tree(policy, shape[1], shape[2]), rewards).item())
         entries[k] += h
         assert abs((values[0] - values[1]) / (2 * h) - gradient[k].item()) < 1e-8
+
+
+def test_discounted_returns_are_as_exact_as_the_rewards():
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    returns = terminal_returns(torch.ones(1, dtype=torch.float64), mask, gamma=0.9)
+    assert returns.tolist() == [[pytest.approx(0.81, abs=1e-15), pytest.approx(0.9, abs=1e-15), 1.0]]

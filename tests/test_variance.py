@@ -140,7 +140,7 @@ def test_weights_get_the_rewards_of_a_group_under_one_label():
     ((r, g),) = seen
     assert torch.equal(r, rewards[leaves].flatten()) and g.tolist() == [0, 0, 0, 1, 1, 1]
     by_hand = [sum(rewards[i] * scores[i] for i in row) / 3 * (k + 1) for k, row in enumerate(leaves.tolist())]
-    assert torch.allclose(estimate, torch.stack(by_hand), atol=1e-12)
+    assert torch.allclose(estimate, torch.stack(by_hand), rtol=0, atol=1e-12)
 
 
 # Pairs.
