@@ -178,8 +178,8 @@ def score_completions(
     """
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
-        scores = reward(prompts=prompts, completions=completions, **columns)
-    except Exception as error:
+        scores = reward(prompts=prompts, completions=list(completions), **columns)
+    except (Exception, SystemExit) as error:
         arguments = ", ".join(f"{argument}=…" for argument in ("prompts", "completions", *columns))
         raise RewardError(
             f"reward function {name} raised {describe(error)}; it was called as {name}({arguments}) "
@@ -260,7 +260,7 @@ def load_reward(spec: str) -> RewardFunction:
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"the reward file {file} raised {describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):

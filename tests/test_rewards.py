@@ -108,24 +108,18 @@ def test_an_exception_of_several_lines_becomes_one():
 
 
 def test_a_function_that_exits_is_an_error_not_the_end_of_the_run():
-    def leaves(prompts, completions, **columns):
+    def leaves(**_):
         raise SystemExit(0)
 
-    with pytest.raises(RewardError, match="leaves raised SystemExit: 0"):
-        score_completions(leaves, ["p"], ["a"], {})
+    assert "leaves raised SystemExit: 0" in message(leaves)
 
 
-def test_a_function_may_change_the_lists_that_it_gets():
-    prompts, completions, columns = ["p", "q"], ["a", "b"], {"answer": ["x", "y"]}
+def test_a_function_may_empty_the_list_that_it_gets():
+    def careless(completions, **_):
+        return [float(len(completions.pop())) for _ in range(len(completions))]
 
-    def careless(prompts, completions, answer):
-        while completions:
-            prompts.pop(), completions.pop(), answer.pop()
-        return [1.0, 0.0]
-
-    rewards, _ = score_completions(careless, prompts, completions, columns)
-    assert rewards.tolist() == [1.0, 0.0]
-    assert (prompts, completions, columns) == (["p", "q"], ["a", "b"], {"answer": ["x", "y"]})
+    assert score(careless)[0].tolist() == [1.0, 1.0, 1.0]
+    assert TEXTS == ["3", "4", "4"]
 
 
 def test_a_column_that_the_function_does_not_take():
@@ -212,7 +206,9 @@ def test_reward_file_without_the_function_lists_what_it_has(reward_file, name):
         load_reward(f"{reward_file}:{name}")
 
 
-@pytest.mark.parametrize("text", ["import not_installed_anywhere\n", "def length(:\n", "raise RuntimeError('no')\n"])
+@pytest.mark.parametrize(
+    "text", ["import not_installed_anywhere\n", "def length(:\n", "raise RuntimeError('no')\n", "exit(0)\n"]
+)
 def test_reward_file_that_raises(reward_file, text):
     reward_file.write_text(text)
     with pytest.raises(ValueError, match=r"reward file .*my_rewards.py raised \w+: ") as caught:
