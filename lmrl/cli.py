@@ -17,21 +17,33 @@ from lmrl.policy import warm_start_folder
 from lmrl.rewards import load_reward
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import load_task
-from lmrl.trainer import Trainer, run
+from lmrl.trainer import Trainer, free_run_folder, run
 
-__all__ = ["build_trainer", "train", "main"]
+__all__ = ["find_device", "build_trainer", "train", "main"]
+
+
+def find_device(name: str) -> str:
+    """The PyTorch device called ``name``, with "auto" a GPU if there is one; ValueError if it is not here (section 16)."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of the three
+        raise ValueError(f"device {name!r} does not work here ({error}); take auto, cpu or cuda") from error
+    return name
 
 
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
-    if config.model == "tiny" and config.task != "arithmetic":
-        raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
+    free_run_folder(config)
+    device = find_device(config.device)
     task = load_task(config.task, seed=config.seed)
+    if config.model == "tiny" and task.name != "arithmetic":
+        raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
     path = warm_start_folder(config.seed) if config.model == "tiny" else resolve_model_path(config.model)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     tokenizer = load_tokenizer(path)
     model = load_policy(path, dtype=config.dtype, device=device)
     sampler = TorchSampler(
@@ -47,8 +59,10 @@ def build_trainer(config: TrainConfig) -> Trainer:
 
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
+    plot = optional_import("lmrl.figures.trainer", "train").learning_curve
+    optional_import("torch.utils.tensorboard", "train")  # needed later: fail now, before there is a folder
     trainer = build_trainer(config)
-    result = run(trainer, optional_import("lmrl.figures.trainer", "train").learning_curve)
+    result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
@@ -71,3 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (MemoryError, torch.OutOfMemoryError):
+        print("lmrl: out of memory; lower per_device_train_batch_size or num_eval_problems", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lmrl: interrupted; what is saved stays as it is", file=sys.stderr)
+        return 130

@@ -52,6 +52,7 @@ __all__ = [
     "InterruptRequest",
     "RunResult",
     "run",
+    "free_run_folder",
     "new_run_folder",
     "save_checkpoint",
     "write_samples",
@@ -360,8 +361,8 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
     return RunResult(folder, before, after, interrupt.requested)
 
 
-def new_run_folder(config: TrainConfig) -> Path:
-    """Create and return the run's folder: ``config.name``, or the task and the next free number (section 16)."""
+def free_run_folder(config: TrainConfig) -> Path:
+    """The run's folder, not yet there: ``config.name``, or the task and the next free number (section 16)."""
     parent = Path(config.output_dir)
     if config.name is not None:
         folder = parent / config.name
@@ -370,7 +371,16 @@ def new_run_folder(config: TrainConfig) -> Path:
     else:
         task = config.task.replace(":", "-")
         folder = next(f for n in itertools.count(1) if not (f := parent / f"{task}-{n}").exists())
-    folder.mkdir(parents=True)
+    return folder
+
+
+def new_run_folder(config: TrainConfig) -> Path:
+    """Create and return the run's folder; OSError, with the remedy, where that is not possible (section 16)."""
+    folder = free_run_folder(config)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"cannot make the folder {folder} ({error.strerror}); choose another --output-dir") from error
     return folder
 
 

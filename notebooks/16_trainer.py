@@ -739,8 +739,8 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
 
 
 # %% tags=["export"]
-def new_run_folder(config: TrainConfig) -> Path:
-    """Create and return the run's folder: ``config.name``, or the task and the next free number (section 16)."""
+def free_run_folder(config: TrainConfig) -> Path:
+    """The run's folder, not yet there: ``config.name``, or the task and the next free number (section 16)."""
     parent = Path(config.output_dir)
     if config.name is not None:
         folder = parent / config.name
@@ -749,7 +749,16 @@ def new_run_folder(config: TrainConfig) -> Path:
     else:
         task = config.task.replace(":", "-")
         folder = next(f for n in itertools.count(1) if not (f := parent / f"{task}-{n}").exists())
-    folder.mkdir(parents=True)
+    return folder
+
+
+def new_run_folder(config: TrainConfig) -> Path:
+    """Create and return the run's folder; OSError, with the remedy, where that is not possible (section 16)."""
+    folder = free_run_folder(config)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"cannot make the folder {folder} ({error.strerror}); choose another --output-dir") from error
     return folder
 
 
@@ -803,16 +812,28 @@ assert max(record["ratio_error"] for record in records) == 0.0
 
 
 # %% tags=["export:cli"]
+def find_device(name: str) -> str:
+    """The PyTorch device called ``name``, with "auto" a GPU if there is one; ValueError if it is not here (section 16)."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of the three
+        raise ValueError(f"device {name!r} does not work here ({error}); take auto, cpu or cuda") from error
+    return name
+
+
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
-    if config.model == "tiny" and config.task != "arithmetic":
-        raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
+    free_run_folder(config)
+    device = find_device(config.device)
     task = load_task(config.task, seed=config.seed)
+    if config.model == "tiny" and task.name != "arithmetic":
+        raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
     path = warm_start_folder(config.seed) if config.model == "tiny" else resolve_model_path(config.model)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     tokenizer = load_tokenizer(path)
     model = load_policy(path, dtype=config.dtype, device=device)
     sampler = TorchSampler(
@@ -829,8 +850,10 @@ def build_trainer(config: TrainConfig) -> Trainer:
 # %% tags=["export:cli"]
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
+    plot = optional_import("lmrl.figures.trainer", "train").learning_curve
+    optional_import("torch.utils.tensorboard", "train")  # needed later: fail now, before there is a folder
     trainer = build_trainer(config)
-    result = run(trainer, optional_import("lmrl.figures.trainer", "train").learning_curve)
+    result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
@@ -853,6 +876,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (MemoryError, torch.OutOfMemoryError):
+        print("lmrl: out of memory; lower per_device_train_batch_size or num_eval_problems", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lmrl: interrupted; what is saved stays as it is", file=sys.stderr)
+        return 130
 
 
 # %% [markdown]

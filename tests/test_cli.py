@@ -50,7 +50,7 @@ def test_own_reward_function(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--task", "arithmetics"], ["unknown task 'arithmetics'", "did you mean arithmetic?"]),
+        (["--task", "arithmetics"], ["unknown task 'arithmetics'", "did you mean arithmetic"]),
         (["--task", "reasoning_gym:chain_sums", "--model", "MODEL"], ["chain_sums", "chain_sum"]),
         (["--task", "reasoning_gym:chain_sum"], ["tiny", "--model"]),
         (["--model", "no/such/folder"], ["no/such/folder"]),
