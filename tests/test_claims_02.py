@@ -51,7 +51,7 @@ def test_claim_2_3_every_token_has_the_same_return_only_without_discount(vocab_s
     assert (discounted[several, 0] < discounted[several, 1]).all()
     root = exact_values(tree, rewards, 0.9).v[0]
     assert torch.isclose(
-        root, leaf_probabilities(tree) @ (rewards * 0.9 ** (tree.mask.sum(-1) - 1)), rtol=0, atol=1e-10
+        root, leaf_probabilities(tree) @ (rewards * 0.9 ** (tree.mask.sum(-1) - 1).double()), rtol=0, atol=1e-10
     )
 
 
