@@ -106,7 +106,8 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
     import ipywidgets as widgets
     from IPython.display import display
 
-    picture = widgets.Image(format="png")
+    # At its own size, as a static figure: a box would otherwise stretch it to the width of the window, and blur it.
+    picture = widgets.Image(format="png", layout={"align_self": "flex-start", "max_width": "100%"})
 
     def update(_=None):
         png = io.BytesIO()
@@ -458,7 +459,9 @@ def draw_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     logprobs = log_softmax(logits, dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     threshold = uniform.double() * cumulative[:, -1]
-    ids = torch.searchsorted(cumulative, threshold[:, None], right=True)
+    ids = torch.searchsorted(cumulative, threshold[:, None], right=True).clamp(
+        max=logits.shape[-1] - 1
+    )  # NaN: the last
     return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
 
 
@@ -672,6 +675,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LMRL_CACHE", Path.home() / ".cache" / "lmrl"))
 
 
+def require_writable(folder: Path) -> None:
+    """Make ``folder`` if it is missing; OSError, with the remedy, if files cannot be written there (section 1)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"cannot write to {folder} ({error.strerror}); name another folder in LMRL_CACHE") from error
+
+
 def warm_start_folder(seed: int = 0, *, target: float = 0.45) -> Path:
     """A Hugging Face folder with the tiny policy, trained on demonstrations to ``target`` pass rate (section 1).
 
@@ -681,6 +693,7 @@ def warm_start_folder(seed: int = 0, *, target: float = 0.45) -> Path:
     recipe = json.dumps({"seed": seed, "target": target, "torch": torch.__version__, "code": code})
     folder = cache_folder() / f"warm-start-{seed}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not folder.exists():
+        require_writable(folder.parent)
         tokenizer = build_tokenizer()
         model = build_policy(tokenizer, seed=seed)
         rate = train_on_demonstrations(model, tokenizer, addition_problems()[0], target=target, seed=seed)

@@ -56,7 +56,8 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
     import ipywidgets as widgets
     from IPython.display import display
 
-    picture = widgets.Image(format="png")
+    # At its own size, as a static figure: a box would otherwise stretch it to the width of the window, and blur it.
+    picture = widgets.Image(format="png", layout={"align_self": "flex-start", "max_width": "100%"})
 
     def update(_=None):
         png = io.BytesIO()
