@@ -40,12 +40,12 @@ def four_regions(epsilon: float = 0.2, epsilon_high: float | None = None, signs:
 
 def _label_regions(top, bottom, advantage, low, high):
     if advantage > 0:
-        texts = [(0.1, 0.95, "active:\npushed up"), (min(high + 0.05, 1.3), high - 0.5, f"held above {high:.3g}")]
+        texts = [(0.1, 0.95, "active:\npushed up"), (1.53, high - 0.75, f"held\nabove {high:.3g}")]
         slopes = [(0.05, 1.2, "in the ratio: A"), (0.05, -0.75, "dashed, in\nthe log-prob: r A")]
         edge, zero = high, (high + 0.05, 0.12)
         top.text(1.6, 1.8, "r A", ha="right")
     else:
-        texts = [(1.25, -0.9, "active:\npushed down"), (0.05, -low - 0.75, f"held below {low:.3g}")]
+        texts = [(1.25, -0.9, "active:\npushed down"), (0.03, -low - 0.85, f"held\nbelow {low:.3g}")]
         slopes = [(1.2, -0.8, "in the ratio: A"), (0.05, -2.0, "dashed, in\nthe log-prob: r A")]
         edge, zero = low, (0.05, 0.12)
         top.text(0.35, -0.2, "r A")
