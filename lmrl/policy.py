@@ -46,6 +46,7 @@ __all__ = [
     "pass_rate",
     "train_on_demonstrations",
     "cache_folder",
+    "require_writable",
     "warm_start_folder",
     "save_model",
 ]
@@ -222,7 +223,9 @@ def draw_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     logprobs = log_softmax(logits, dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     threshold = uniform.double() * cumulative[:, -1]
-    ids = torch.searchsorted(cumulative, threshold[:, None], right=True)
+    ids = torch.searchsorted(cumulative, threshold[:, None], right=True).clamp(
+        max=logits.shape[-1] - 1
+    )  # NaN: the last
     return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
 
 
@@ -368,6 +371,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LMRL_CACHE", Path.home() / ".cache" / "lmrl"))
 
 
+def require_writable(folder: Path) -> None:
+    """Make ``folder`` if it is missing; OSError, with the remedy, if files cannot be written there (section 1)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"cannot write to {folder} ({error.strerror}); name another folder in LMRL_CACHE") from error
+
+
 def warm_start_folder(seed: int = 0, *, target: float = 0.45) -> Path:
     """A Hugging Face folder with the tiny policy, trained on demonstrations to ``target`` pass rate (section 1).
 
@@ -377,6 +389,7 @@ def warm_start_folder(seed: int = 0, *, target: float = 0.45) -> Path:
     recipe = json.dumps({"seed": seed, "target": target, "torch": torch.__version__, "code": code})
     folder = cache_folder() / f"warm-start-{seed}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if not folder.exists():
+        require_writable(folder.parent)
         tokenizer = build_tokenizer()
         model = build_policy(tokenizer, seed=seed)
         rate = train_on_demonstrations(model, tokenizer, addition_problems()[0], target=target, seed=seed)
