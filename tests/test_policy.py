@@ -25,6 +25,7 @@ from lmrl.policy import (
     supervised_loss,
     tempered,
     token_logprobs,
+    warm_start_folder,
 )
 
 
@@ -38,7 +39,7 @@ def policy(tokenizer):
     """A random policy with sharp enough logits that a wrong distribution shows."""
     model = build_policy(tokenizer, seed=3)
     with torch.no_grad():
-        model.lm_head.weight.mul_(20)
+        model.lm_head.weight.mul_(5)
     return model
 
 
@@ -285,6 +286,15 @@ def test_demonstrations_end_with_a_trained_eos(tokenizer):
     _, _, ids, mask = demonstration_batch(tokenizer, [Addition(10, 20), Addition(90, 90)])
     assert ids.tolist() == [[6, 3, 2, 0], [4, 11, 3, 2]]
     assert mask.tolist() == [[True, True, True, False], [True] * 4]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_cache_that_cannot_be_written_is_noticed_before_training(place, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LMRL_CACHE", str(tmp_path / place))
+    monkeypatch.setattr("lmrl.policy.train_on_demonstrations", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(OSError, match="cannot write to .*file.*; name another folder in LMRL_CACHE"):
+        warm_start_folder(0)
 
 
 def test_save_model_replaces_a_folder_only_when_complete(tmp_path, tokenizer, monkeypatch):
