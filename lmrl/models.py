@@ -6,6 +6,7 @@ Do not edit: change the notebook, then `make export`.
 
 import copy
 import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ __all__ = [
     "resolve_model_path",
     "find_weights",
     "gguf_options",
+    "load_files",
     "load_tokenizer",
     "disable_dropout",
     "load_policy",
@@ -78,15 +80,27 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
     return {"gguf_file": gguf_file}
 
 
+def load_files(load: Callable, what: str, folder: Path, **options):
+    """``load(folder, **options)`` without a download; any failure is a ValueError that says which files are bad."""
+    try:
+        return load(folder, local_files_only=True, **options)
+    except Exception as error:  # damaged files raise many kinds, some of them the libraries' own
+        detail = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"cannot load the {what} in {folder}, its files are damaged or unsuitable: {detail}"
+        ) from error
+
+
 def load_tokenizer(path: str | Path):
     """The tokenizer of the model at ``path``, a folder or .gguf file (section 12). Nothing is downloaded.
 
-    Raises ValueError if it lacks a pad or an end-of-sequence token, and what `find_weights` raises.
+    Raises ValueError if it cannot be read or lacks a pad or an end-of-sequence token, and what `find_weights` raises.
     """
     folder, gguf_file = find_weights(path)
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, padding_side="left", **gguf_options(gguf_file)
-    )
+    options = gguf_options(gguf_file)
+    tokenizer = load_files(AutoTokenizer.from_pretrained, "tokenizer", folder, padding_side="left", **options)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without its files
+        raise ValueError(f"the tokenizer in {path} has no vocabulary; put the model's tokenizer files there")
     for name in ("pad", "eos"):
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise ValueError(
@@ -111,16 +125,19 @@ def load_policy(path: str | Path, *, dtype: str | torch.dtype = torch.float32, d
     """The causal language model at ``path``, trainable, without dropout, on ``device`` (section 12).
 
     ``path`` is a Hugging Face folder, or a .gguf file or a folder that holds one, whose weights are unpacked to
-    ``dtype``. Nothing is downloaded. Raises ValueError if weights are missing from the file, ImportError if the packages
-    that read .gguf files are, and what `find_weights` raises.
+    ``dtype``. Nothing is downloaded. Raises ValueError if the model cannot be read or weights are missing from the file,
+    ImportError if the packages that read .gguf files are, and what `find_weights` raises.
     """
     folder, gguf_file = find_weights(path)
     options = gguf_options(gguf_file)
     if gguf_file is not None:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
-    )
+    options |= {"dtype": dtype, "output_loading_info": True}
+    model, report = load_files(AutoModelForCausalLM.from_pretrained, "model", folder, **options)
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{path} is a {model.config.model_type}, whose recurrent state is not a key-value cache; take another"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

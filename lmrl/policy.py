@@ -223,9 +223,8 @@ def draw_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     logprobs = log_softmax(logits, dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     threshold = uniform.double() * cumulative[:, -1]
-    ids = torch.searchsorted(cumulative, threshold[:, None], right=True).clamp(
-        max=logits.shape[-1] - 1
-    )  # NaN: the last
+    ids = torch.searchsorted(cumulative, threshold[:, None], right=True)
+    ids = ids.clamp(max=logits.shape[-1] - 1)  # a NaN is beyond the last token; it stays visible in the log-prob
     return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
 
 

@@ -28,7 +28,7 @@ from lmrl.models import disable_dropout
 from lmrl.policy import completion_texts, save_model, token_logprobs
 from lmrl.ppo import clipped, importance_ratio
 from lmrl.rewards import RewardFunction, score_completions
-from lmrl.rollout import Sampler
+from lmrl.rollout import Sampler, require_fit
 from lmrl.tasks import Example, Task, encode_prompt
 from lmrl.trust_region import kl_k3
 
@@ -149,7 +149,7 @@ def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
     bad = int((mask & ~values.isfinite()).sum())
     if bad:
         raise FloatingPointError(
-            f"{what}: {bad} of {int(mask.sum())} tokens are not finite; lower learning_rate (or use dtype float32)"
+            f"{what}: {bad} of {int(mask.sum())} values are not finite; lower learning_rate (or use dtype float32)"
         )
 
 
@@ -180,7 +180,7 @@ class Trainer:
 
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
     model, needed when ``config.beta`` is not 0. Dropout is off throughout. Raises ValueError when a step wants more
-    different prompts than ``task.train`` has, or the reference is missing.
+    different prompts than ``task.train`` has, the reference is missing, or the longest prompt does not fit the model.
     """
 
     def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
@@ -194,6 +194,8 @@ class Trainer:
             )
         if config.beta != 0.0 and reference is None:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
+        longest = max(task.train + task.heldout, key=lambda example: len(example.prompt))
+        require_fit(model, torch.tensor([encode_prompt(tokenizer, longest.prompt)]), config.max_completion_length)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         self.sampler, self.reference = sampler, reference
         self.optimizer = torch.optim.AdamW(
@@ -281,6 +283,8 @@ def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
     """pass@1 of the trainer's current policy on its task's first held-out problems (section 16)."""
     config, task = trainer.config, trainer.task
     examples = task.heldout[: config.num_eval_problems]
+    if not examples:
+        raise ValueError(f"task {task.name} has no held-out problems to evaluate on; put some in its heldout")
     rollouts = collect(trainer.sampler, trainer.tokenizer, examples, config.num_eval_generations, seed)
     rollouts = grade(rollouts, trainer.tokenizer, examples, task.reward)
     texts = decode(trainer.tokenizer, rollouts)

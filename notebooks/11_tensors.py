@@ -157,6 +157,22 @@ def rollouts_from_samples(prompt_ids: Tensor, prompt_mask: Tensor, group: Tensor
 
 
 # %% tags=["export:rollout"]
+def require_fit(model, prompt_ids: torch.Tensor, max_completion_length: int) -> None:
+    """ValueError if ``model`` lacks positions for the prompts ``[B, P]`` and a completion, or one of their tokens."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = prompt_ids.shape[1] + max_completion_length
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"a prompt of {prompt_ids.shape[1]} tokens and a completion of up to {max_completion_length} are {length}, but "
+            f"the model has {limit} positions; lower max_completion_length or take shorter prompts"
+        )
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if prompt_ids.max() >= vocabulary:
+        raise ValueError(
+            f"a prompt has token {int(prompt_ids.max())}, but the model has {vocabulary} tokens; the tokenizer is another model's"
+        )
+
+
 class Sampler(Protocol):
     """What the trainer asks of an engine that generates (section 11)."""
 
@@ -171,7 +187,8 @@ class Sampler(Protocol):
 class TorchSampler:
     """Generates with section 1's decode loop from ``model`` itself; one batch for all rows of a call (section 11).
 
-    The same prompts, seed and weights give the same rollouts.
+    The same prompts, seed and weights give the same rollouts. Raises ValueError as `require_fit`, and FloatingPointError
+    when the model's log-probs are not finite.
     """
 
     model: torch.nn.Module
@@ -183,6 +200,7 @@ class TorchSampler:
     def generate(self, prompts: list[list[int]], num_generations: int, seed: int) -> Rollouts:
         group = torch.arange(len(prompts)).repeat_interleave(num_generations)
         prompt_ids, prompt_mask = pad_left([prompts[g] for g in group.tolist()], self.pad_id)
+        require_fit(self.model, prompt_ids, self.max_completion_length)
         device = next(self.model.parameters()).device
         samples = sample(
             self.model,
@@ -193,6 +211,10 @@ class TorchSampler:
             generator=torch.Generator().manual_seed(seed),
             temperature=self.temperature,
         )
+        if not samples.logprobs.isfinite().all():
+            raise FloatingPointError(
+                "the model's log-probs are not finite: look at its weights, lower learning_rate or raise temperature"
+            )
         return rollouts_from_samples(prompt_ids.to(device), prompt_mask.to(device), group.to(device), samples)
 
     def sync(self, model) -> None:

@@ -40,6 +40,12 @@ def test_training_continues_from_a_folder(tmp_path, capsys):
     assert json.loads(metrics[0])["kl_ref"] == pytest.approx(0.0, abs=1e-9)
 
 
+def test_the_temperature_reaches_sampler_scoring_and_reference(tmp_path, capsys):
+    code, _, _ = run_cli(tmp_path, capsys, "--temperature", "0.5", "--beta", "0.1")
+    metrics = json.loads((tmp_path / "runs" / "arithmetic-1" / "metrics.jsonl").read_text().splitlines()[0])
+    assert code == 0 and metrics["sampler_gap"] < 1e-3 and metrics["kl_ref"] == pytest.approx(0.0, abs=1e-9)
+
+
 def test_own_reward_function(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("def score(prompts, completions, **columns):\n    return [0.25] * len(completions)\n")

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM
 
 from lmrl.models import (
     disable_dropout,
@@ -152,6 +152,28 @@ def test_missing_weights_are_an_error_not_random_numbers(tmp_path):
     del weights["lm_head.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 of the weights .*\(lm_head.weight"):
+        load_policy(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    damaged = {"model.safetensors": load_policy, "tokenizer.json": load_tokenizer, "config.json": load_policy}
+    for name, load in damaged.items():
+        save(tmp_path)
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ValueError, match=f"cannot load the (model|tokenizer) in {tmp_path}, its files are damaged"):
+            load(tmp_path)
+
+
+def test_a_folder_without_tokenizer_files(tmp_path):
+    build_policy(build_tokenizer()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no vocabulary; put the model's tokenizer files there"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_without_a_key_value_cache_is_refused(tmp_path):
+    config = MambaConfig(vocab_size=15, hidden_size=16, state_size=4, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a mamba, whose recurrent state is not a key-value cache"):
         load_policy(tmp_path)
 
 

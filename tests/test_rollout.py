@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from lmrl.policy import build_policy, build_tokenizer, token_logprobs
-from lmrl.rollout import TorchSampler
+from lmrl.rollout import TorchSampler, require_fit
 
 
 def sampler_and_prompts(temperature=1.0):
@@ -54,3 +55,22 @@ def test_sampling_sees_new_weights_without_a_sync():
         sampler.model.lm_head.weight.neg_()
     after = sampler.generate(prompts, 8, seed=0)
     assert not torch.equal(before.sampler_logprobs[:, 0], after.sampler_logprobs[:, 0])
+
+
+def test_what_does_not_fit_the_model_is_refused_with_the_numbers():
+    model = build_policy(build_tokenizer(), max_positions=10)
+    require_fit(model, torch.tensor([[1, 3, 4, 5, 14]]), 5)
+    with pytest.raises(
+        ValueError, match="a prompt of 5 tokens and a completion of up to 6 are 11, but .* 10 positions"
+    ):
+        require_fit(model, torch.tensor([[1, 3, 4, 5, 14]]), 6)
+    with pytest.raises(ValueError, match="a prompt has token 15, but the model has 15 tokens"):
+        require_fit(model, torch.tensor([[1, 15]]), 5)
+
+
+def test_a_policy_with_nan_weights_is_refused():
+    sampler, prompts = sampler_and_prompts()
+    with torch.no_grad():
+        sampler.model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="log-probs are not finite"):
+        sampler.generate(prompts, 4, seed=0)

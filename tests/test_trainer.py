@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import signal
@@ -159,6 +160,84 @@ def test_accumulation_changes_nothing(loss_type, beta):
             assert results[size][1][name] == pytest.approx(results[32][1][name], rel=1e-6, abs=1e-9)
 
 
+def naive_update(model, reference, rollouts, config):
+    """GRPO from its formulas, a row at a time without padding, in float64: the loss and gradient norm of each pass."""
+
+    def logprobs(model, row):
+        prompt, ids = rollouts.prompt_ids[row][rollouts.prompt_mask[row]], rollouts.completion_ids[row]
+        logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1] / config.temperature
+        return logits.log_softmax(-1)[range(len(ids)), ids]
+
+    kept = rollouts.graded & ~(rollouts.truncated & config.mask_truncated_completions)
+    tokens = {row: rollouts.mask[row].nonzero().squeeze(1) for row in kept.nonzero().squeeze(1).tolist()}
+    share = {
+        "dapo": lambda count: 1 / sum(map(len, tokens.values())),
+        "grpo": lambda count: 1 / len(tokens) / count,
+        "dr_grpo": lambda count: 1 / len(tokens) / config.max_completion_length,
+    }[config.loss_type]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.learning_rate, (0.9, 0.99), weight_decay=config.weight_decay
+    )
+    old, results = {}, []
+    for _ in range(config.num_iterations):
+        loss = torch.zeros((), dtype=torch.float64)
+        for row, at in tokens.items():
+            others = [i for i, g in enumerate(rollouts.group) if g == rollouts.group[row] and rollouts.graded[i]]
+            rewards = rollouts.rewards[others].double()
+            scale = rewards.std(correction=0) if config.scale_rewards == "group" else 1.0
+            advantage = (rollouts.rewards[row] - rewards.mean()) / scale if rewards.std(correction=0) > 0 else 0.0
+            new = logprobs(model, row)[at]
+            ratio = (new - old.setdefault(row, new.detach())).exp()
+            gain = torch.minimum(
+                ratio * advantage, ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high) * advantage
+            )
+            difference = logprobs(reference, row)[at].detach() - new
+            gain = gain - config.beta * (difference.exp() - difference - 1)
+            loss = loss - share(len(at)) * gain.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        results.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()))
+        optimizer.step()
+    return results
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.5, "epsilon_high": 0.3, "mask_truncated_completions": True, "weight_decay": 0.1},
+        {"beta": 0.0, "epsilon_high": 0.1, "scale_rewards": "none", "max_grad_norm": 0.05},
+    ],
+)
+def test_an_update_is_the_formula_written_out(loss_type, settings):
+    """Ragged lengths, holes, cut and ungraded rows, groups in any order, three passes, temperature 0.7, short pieces."""
+    config = replace(
+        SMALL, loss_type=loss_type, num_iterations=3, temperature=0.7, epsilon=0.05, max_completion_length=7, **settings
+    )
+    trainer = make_trainer(config, dtype=torch.float64)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(5)
+    reference, naive = build_policy(trainer.tokenizer, seed=5).double(), copy.deepcopy(trainer.model)
+    rollouts = rollouts_of(trainer)
+    random = torch.Generator().manual_seed(1)
+    rollouts = rollouts.select(torch.randperm(len(rollouts), generator=random))
+    holes = torch.rand(rollouts.mask.shape, generator=random) < 0.2
+    graded = torch.rand(len(rollouts), generator=random) < 0.8
+    rewards = torch.where(graded, rollouts.rewards, float("nan"))
+    rollouts = replace(rollouts, mask=rollouts.mask & ~holes, graded=graded, rewards=rewards)
+    rollouts = estimate_advantages(rollouts, config.scale_rewards)
+    expected = naive_update(naive, reference, rollouts, config)
+    trainer.config = replace(config, per_device_train_batch_size=5)
+    if config.beta:
+        rollouts = trainer_module.score_reference(rollouts, reference, config.temperature, 5)
+    metrics = trainer.update(rollouts)
+    assert metrics["loss"] == pytest.approx(expected[-1][0], rel=1e-5, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected[-1][1], rel=1e-5)
+    assert metrics["clip_fraction"] > 0
+    weights = torch.cat([p.detach().flatten() for p in naive.parameters()])
+    assert torch.allclose(parameters(trainer), weights, rtol=0, atol=1e-5)
+
+
 def test_tied_groups_leave_the_weights_bit_identical():
     trainer = make_trainer(reward=always_tied)
     before = parameters(trainer)
@@ -284,7 +363,7 @@ def test_a_nan_in_the_weights_raises_and_says_where():
     rollouts = rollouts_of(trainer)
     with torch.no_grad():
         trainer.model.lm_head.weight[3] = float("nan")
-    with pytest.raises(FloatingPointError, match="log-probs: .* tokens are not finite; lower learning_rate"):
+    with pytest.raises(FloatingPointError, match="log-probs: .* values are not finite; lower learning_rate"):
         trainer.update(rollouts)
 
 
@@ -336,6 +415,13 @@ def test_learning_rate_schedule():
 def test_too_few_prompts_names_both_numbers():
     with pytest.raises(ValueError, match="a step takes 24 prompts .* has 20"):
         make_trainer(replace(SMALL, per_device_train_batch_size=96))
+
+
+def test_the_longest_prompt_has_to_fit_with_its_completion():
+    with pytest.raises(
+        ValueError, match="a prompt of 7 tokens and a completion of up to 60 are 67, but .* 64 positions"
+    ):
+        make_trainer(replace(SMALL, max_completion_length=60))
 
 
 def test_beta_without_a_reference_is_refused():
@@ -446,6 +532,13 @@ def test_evaluation_counts_full_marks_and_well_formed_answers():
     assert result.pass_at_1 == 0.5 and result.half_width == 0.0 and result.reward == 0.75
     formed = [not row["truncated"] and is_number(row["completion"]) for row in result.samples]
     assert result.well_formed == sum(formed) / 16
+
+
+def test_evaluation_without_heldout_problems_is_refused():
+    trainer = make_trainer()
+    trainer.task = replace(trainer.task, heldout=[])
+    with pytest.raises(ValueError, match="task sevens has no held-out problems"):
+        evaluate(trainer)
 
 
 def test_evaluation_interval_is_over_problems():
