@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -236,6 +237,23 @@ def test_an_update_is_the_formula_written_out(loss_type, settings):
     assert metrics["clip_fraction"] > 0
     weights = torch.cat([p.detach().flatten() for p in naive.parameters()])
     assert torch.allclose(parameters(trainer), weights, rtol=0, atol=1e-5)
+
+
+def test_token_metrics_of_one_token_by_hand():
+    """π = 1/2, π_old = 1/4, π_ref = 1/8, and the sampler says 1/5: each metric has its own number."""
+    piece = replace(rollouts_of(make_trainer()).select(torch.tensor([0])).trim(1), advantages=torch.ones(1, 1))
+    old, reference, sampler = (torch.tensor([[p]]).log() for p in (1 / 4, 1 / 8, 1 / 5))
+    piece = replace(piece, old_logprobs=old, ref_logprobs=reference, sampler_logprobs=sampler)
+    metrics = trainer_module.token_metrics(torch.tensor([[0.5]]).log(), piece, SMALL)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "ratio_error": 1.0,
+            "clip_fraction": 1.0,
+            "kl_old": 2 - 1 - math.log(2),  # k3 of KL(π_old ‖ π)
+            "kl_ref": 1 / 4 - 1 + math.log(4),  # k3 of KL(π ‖ π_ref)
+            "sampler_gap": math.log(2.5),
+        }
+    )
 
 
 def test_tied_groups_leave_the_weights_bit_identical():
