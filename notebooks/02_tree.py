@@ -310,7 +310,7 @@ for gamma in (1.0, 0.9):
     returns = token_rewards.clone()
     for t in reversed(range(2)):
         returns[:, t] += gamma * returns[:, t + 1]
-    assert torch.allclose(returns, terminal_returns(rewards, tree.mask, gamma), atol=1e-10)
+    assert torch.allclose(returns, terminal_returns(rewards, tree.mask, gamma), rtol=0, atol=1e-10)
     row = texts.index("aab")
     print(f"γ = {gamma}: returns of the tokens of '{texts[row]}' = {returns[row].tolist()}")
 assert (terminal_returns(rewards, tree.mask)[tree.mask] == rewards[:, None].expand_as(tree.mask)[tree.mask]).all()
@@ -377,14 +377,14 @@ def visit_probabilities(tree: Tree) -> torch.Tensor:
 values = exact_values(tree, rewards)
 choices = tree.log_policy.exp()
 num_states = len(values.v)
-assert torch.isclose(values.v[0], J, atol=1e-10)
+assert torch.isclose(values.v[0], J, rtol=0, atol=1e-10)
 assert (choices * values.a).sum(-1).abs().max() < 1e-10
 inner = tree.children < num_states
-assert torch.allclose(values.q[inner], values.v[tree.children[inner]], atol=1e-10)
+assert torch.allclose(values.q[inner], values.v[tree.children[inner]], rtol=0, atol=1e-10)
 for gamma in (1.0, 0.9):
     weighted = (leaf_probabilities(tree)[:, None] * terminal_returns(rewards, tree.mask, gamma))[tree.mask]
     total = torch.zeros_like(values.v).index_add(0, tree.states[tree.mask], weighted)
-    assert torch.allclose(total / visit_probabilities(tree), exact_values(tree, rewards, gamma).v, atol=1e-10)
+    assert torch.allclose(total / visit_probabilities(tree), exact_values(tree, rewards, gamma).v, rtol=0, atol=1e-10)
 
 for state in range(num_states):
     prefix = "".join(tokens[i] for i in tree.prefixes[state, : tree.depth[state]].tolist())
@@ -440,8 +440,8 @@ d = visit_probabilities(tree)
 entropies = -(choices * tree.log_policy).sum(-1)
 divergences = (choices * (tree.log_policy - other.log_policy)).sum(-1)
 print(f"H = {sequence_entropy(tree):.4f} nats, KL = {sequence_kl(tree, other):.4f} nats")
-assert torch.isclose(sequence_entropy(tree), (d * entropies).sum(), atol=1e-10)
-assert torch.isclose(sequence_kl(tree, other), (d * divergences).sum(), atol=1e-10)
+assert torch.isclose(sequence_entropy(tree), (d * entropies).sum(), rtol=0, atol=1e-10)
+assert torch.isclose(sequence_kl(tree, other), (d * divergences).sum(), rtol=0, atol=1e-10)
 assert sequence_kl(tree, tree) == 0
 
 # %% [markdown]
@@ -544,7 +544,7 @@ model_rewards = (lengths == 2).double()  # 1 for stopping after one token
 model_values = exact_values(model_tree, model_rewards)
 print(f"{len(model_tree.ids)} leaves, {len(model_tree.depth)} states, P(two tokens) = {model_values.v[0]:.4f}")
 assert abs(leaf_probabilities(model_tree).sum().item() - 1) < 1e-10
-assert torch.isclose(model_values.v[0], expectation(model_tree, model_rewards), atol=1e-10)
+assert torch.isclose(model_values.v[0], expectation(model_tree, model_rewards), rtol=0, atol=1e-10)
 
 # %% [markdown]
 # The tree calls the model once for each length. The trainer's own function, `token_logprobs` from section 1, reads each
@@ -807,7 +807,9 @@ for seed in range(3):
     computed = completion_logprobs(oracle.log_policy[oracle.states], padded, eos_id=2)
     total = computed.exp().sum().item()
     assert abs(total - 1) < 1e-10, f"the probabilities of all completions sum to {total:.3f}: was a choice left out?"
-    assert torch.allclose(computed, leaf_logprobs(oracle), atol=1e-10), "they sum to 1, but are not those of the tree"
+    assert torch.allclose(computed, leaf_logprobs(oracle), rtol=0, atol=1e-10), (
+        "they sum to 1, but are not those of the tree"
+    )
 
 # %% [markdown]
 # ## What is still missing

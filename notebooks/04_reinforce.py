@@ -68,7 +68,7 @@ print({text: round(r, 2) for text, r in zip(texts, rewards.tolist())})
 probabilities = leaf_probabilities(tree)
 line_1 = (probabilities * rewards).sum()
 print(f"J = {line_1:.6f}")
-assert torch.isclose(line_1, exact_values(tree, rewards).v[0], atol=1e-10)  # the value of the empty prefix
+assert torch.isclose(line_1, exact_values(tree, rewards).v[0], rtol=0, atol=1e-10)  # the value of the empty prefix
 
 # %% [markdown]
 # **Line 2.** The gradient of a sum is the sum of the gradients. $R(\tau)$ does not contain $\theta$: for the gradient it is
@@ -83,7 +83,7 @@ assert torch.isclose(line_1, exact_values(tree, rewards).v[0], atol=1e-10)  # th
 slopes = row_gradients(probabilities, policy.parameters())  # [L, P]
 line_2 = (slopes * rewards[:, None]).sum(0)
 print(f"‖∇J‖ = {line_2.norm():.6f}")
-assert torch.allclose(line_2, flat_gradient(line_1, policy.parameters()), atol=1e-10)
+assert torch.allclose(line_2, flat_gradient(line_1, policy.parameters()), rtol=0, atol=1e-10)
 
 # %% [markdown]
 # **Line 3.** This is where one gets stuck. We cannot list all completions of a real model; we can only draw some. Drawing
@@ -106,7 +106,7 @@ assert (slopes < 0).any()
 
 # %%
 scores = score_matrix(tree, policy.parameters())  # [L, P]
-assert torch.allclose(slopes, probabilities[:, None] * scores, atol=1e-10)
+assert torch.allclose(slopes, probabilities[:, None] * scores, rtol=0, atol=1e-10)
 
 # %% [markdown]
 # **Line 5.** Put line 4 into line 2. Each term now comes with its own probability, which is what sampling needs.
@@ -115,7 +115,7 @@ assert torch.allclose(slopes, probabilities[:, None] * scores, atol=1e-10)
 
 # %%
 line_5 = (probabilities[:, None] * scores * rewards[:, None]).sum(0)
-assert torch.allclose(line_5, line_2, atol=1e-10)
+assert torch.allclose(line_5, line_2, rtol=0, atol=1e-10)
 
 # %% [markdown]
 # **Line 6.** Such a sum is an expectation, and the probabilities in it are the policy's own: the average over texts that
@@ -128,8 +128,8 @@ assert torch.allclose(line_5, line_2, atol=1e-10)
 
 # %%
 line_6 = expectation(tree, rewards[:, None] * scores)
-assert torch.allclose(line_6, line_5, atol=1e-10)
-assert torch.allclose(line_6, exact_gradient(tree, rewards, policy.parameters()), atol=1e-10)
+assert torch.allclose(line_6, line_5, rtol=0, atol=1e-10)
+assert torch.allclose(line_6, exact_gradient(tree, rewards, policy.parameters()), rtol=0, atol=1e-10)
 
 drawn = torch.multinomial(probabilities.detach(), 20_000, True, generator=torch.Generator().manual_seed(0))
 samples = (rewards[:, None] * scores)[drawn]
@@ -148,8 +148,8 @@ assert (errors <= 4 * standard_error + 1e-10).all()
 
 # %%
 product = torch.where(tree.mask, tree.logprobs.exp(), 1.0).prod(-1)
-assert torch.allclose(product.log(), tree.logprobs.sum(-1), atol=1e-10)
-assert torch.allclose(row_gradients(product.log(), policy.parameters()), scores, atol=1e-10)
+assert torch.allclose(product.log(), tree.logprobs.sum(-1), rtol=0, atol=1e-10)
+assert torch.allclose(row_gradients(product.log(), policy.parameters()), scores, rtol=0, atol=1e-10)
 
 # %% [markdown]
 # **Line 8.** Put line 7 into line 6. The score of a completion is the sum of the scores of its tokens, and the log-probs of
@@ -163,7 +163,7 @@ assert torch.allclose(row_gradients(product.log(), policy.parameters()), scores,
 # %%
 token_scores = [row_gradients(column, policy.parameters()) for column in tree.logprobs.unbind(1)]  # T times [L, P]
 line_8 = expectation(tree, rewards[:, None] * sum(token_scores))
-assert torch.allclose(line_8, line_6, atol=1e-10)
+assert torch.allclose(line_8, line_6, rtol=0, atol=1e-10)
 
 # %% [markdown]
 # **Claim 4.2** was that all lines agree, where they are equalities: lines 2, 5, 6 and 8 are one vector, line 1 is its
@@ -357,7 +357,9 @@ def reinforce_terms(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.T
 
 # %%
 losses = -reinforce_terms(tree.logprobs, rewards).sum(-1)  # [L], one loss for each completion
-assert torch.allclose(row_gradients(losses, policy.parameters()), -rewards[:, None] * sum(token_scores), atol=1e-10)
+assert torch.allclose(
+    row_gradients(losses, policy.parameters()), -rewards[:, None] * sum(token_scores), rtol=0, atol=1e-10
+)
 print(f"J = {line_1:.4f}, but the expected loss is {expectation(tree, losses):.4f}")
 
 # %% [markdown]
@@ -395,7 +397,7 @@ logits = tree.log_policy.detach()[tree.states].requires_grad_()  # [L, T, V]
 imitation = supervised_loss(gather_logprobs(logits, tree.ids), tree.mask) * tree.mask.sum()
 (imitation_gradient,) = torch.autograd.grad(imitation, logits)
 score = logit_score(logits.detach(), tree.ids)
-assert torch.allclose(imitation_gradient[tree.mask], -score[tree.mask], atol=1e-10)
+assert torch.allclose(imitation_gradient[tree.mask], -score[tree.mask], rtol=0, atol=1e-10)
 
 # %% [markdown]
 # So $R = 1$ is imitation of one's own text, $R = 0$ ignores it, and $R = -1$ is the opposite of imitation (section 1), which
@@ -418,7 +420,7 @@ example = torch.tensor([0.9, 0.09, 0.009, 0.001], dtype=torch.float64)
 norms = logit_score(example.log().expand(4, 4), torch.arange(4)).norm(dim=-1)
 for probability, norm in zip(example.tolist(), norms.tolist()):
     print(f"π(a) = {probability:5.3f}   ‖score‖ = {norm:.4f}   1/π = {1 / probability:.0f}")
-assert torch.allclose(norms**2, 1 - 2 * example + example.square().sum(), atol=1e-10)
+assert torch.allclose(norms**2, 1 - 2 * example + example.square().sum(), rtol=0, atol=1e-10)
 assert (norms.diff() > 0).all() and (norms < 2**0.5).all()
 
 # %% [markdown]
@@ -442,7 +444,7 @@ start = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)
 moved = start.log() + logit_score(start.log().expand(4, 4), torch.arange(4))  # [4 outcomes, 4 logits]
 favourite = (start @ moved.softmax(-1))[0].item()
 print(f"the favourite's probability: {start[0]:.4f} before the step, {favourite:.4f} on average after it")
-assert torch.allclose(start @ moved, start.log(), atol=1e-10)
+assert torch.allclose(start @ moved, start.log(), rtol=0, atol=1e-10)
 assert favourite < start[0]
 
 # %% [markdown]

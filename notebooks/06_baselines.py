@@ -71,7 +71,7 @@ print("weights before:", five.tolist())
 print("weights after: ", [round(a, 10) for a in subtract_baseline(five, five.mean()).tolist()])
 assert (five > 0).all()
 expected = torch.tensor([-0.02, 0.18, -0.52, 0.08, 0.28], dtype=torch.float64)
-assert torch.allclose(subtract_baseline(five, five.mean()), expected, atol=1e-10)
+assert torch.allclose(subtract_baseline(five, five.mean()), expected, rtol=0, atol=1e-10)
 
 # %% [markdown]
 # ## Why it is allowed
@@ -197,10 +197,10 @@ for name, (case_policy, case_tree, R) in cases.items():
 
     a2, a1, a0 = p @ squared_norms, p @ (R * squared_norms), p @ (R**2 * squared_norms)
     assert all(moments.bias.abs().max() < 1e-10 for moments in on_grid)  # the mean is ∇J for every b
-    assert torch.allclose(variance, a0 - 2 * b * a1 + b**2 * a2 - target.square().sum(), atol=1e-10)
-    assert torch.isclose(best, J + (a1 - J * a2) / a2, atol=1e-10)
+    assert torch.allclose(variance, a0 - 2 * b * a1 + b**2 * a2 - target.square().sum(), rtol=0, atol=1e-10)
+    assert torch.isclose(best, J + (a1 - J * a2) / a2, rtol=0, atol=1e-10)
     assert (variance[3:] >= variance[2] - 1e-10).all()
-    assert torch.isclose(best, J, atol=1e-10) == (name == "independent")
+    assert torch.isclose(best, J, rtol=0, atol=1e-10) == (name == "independent")
 
 # %% [markdown]
 # The mean reward is the usual choice because it is cheap: the optimum needs the length of each completion's gradient.
@@ -558,12 +558,12 @@ for name, weigh in weighings.items():
     length = moments.mean.norm() / small_gradient.norm()
     print(f"{name:19}: mean of length {length:.6f} ‖∇J‖, cosine {cosine:.6f}, SNR {moments.snr:.3f}")
     by_name[name] = moments
-assert torch.allclose(by_name["mean of all"].mean, (1 - 1 / G) * small_gradient, atol=1e-10)
+assert torch.allclose(by_name["mean of all"].mean, (1 - 1 / G) * small_gradient, rtol=0, atol=1e-10)
 assert by_name["mean of the others"].bias.abs().max() < 1e-10
 assert abs(by_name["mean of all"].snr - by_name["mean of the others"].snr) < 1e-10
 batch = torch.rand(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 one_group = torch.zeros(6, dtype=torch.int64)
-assert torch.allclose(leave_one_out_advantages(batch, one_group), 6 / 5 * (batch - batch.mean()), atol=1e-10)
+assert torch.allclose(leave_one_out_advantages(batch, one_group), 6 / 5 * (batch - batch.mean()), rtol=0, atol=1e-10)
 
 # %% [markdown]
 # The two means have the same signal-to-noise ratio, since one is a multiple of the other; an optimiser that rescales its
@@ -580,7 +580,7 @@ binary_gradient = exact_gradient(small_tree, binary, small_policy.parameters())
 binary_moments = group_moments(small_tree, weighted_scores(small_scores, binary, group_advantages), binary_gradient, G)
 ratio = binary_moments.mean.norm() / binary_gradient.norm()
 print(f"rewards of 0 and 1: the mean is {ratio:.4f} ∇J")
-assert torch.allclose(binary_moments.mean, ratio * binary_gradient, atol=1e-10)
+assert torch.allclose(binary_moments.mean, ratio * binary_gradient, rtol=0, atol=1e-10)
 assert torch.cosine_similarity(by_name["divided by std"].mean, small_gradient, dim=0) < 1 - 1e-4
 
 # %% [markdown]
