@@ -70,12 +70,13 @@ transformers.utils.logging.disable_progress_bar()
 # $$V(s) = \mathbb{E}[G_t \mid s_t = s], \qquad Q(s, a) = \mathbb{E}[G_t \mid s_t = s,\, a_t = a], \qquad
 # A(s, a) = Q(s, a) - V(s).$$
 #
-# $V$ is easily misread. It is no judgement of the text so far. It is an outlook: the average final reward over
-# everything that **this** policy may write next. A dull prefix that the model finishes correctly nine times in ten has
-# $V = 0.9$; so has a brilliant one. And when the policy changes, $V$ changes, though the prefix does not.
+# $V$ does not grade what has been written; it forecasts what **this** policy will make of it. Two prefixes that it ends
+# equally well, on average, have the same $V$, however different they look. A slip that it always repairs costs nothing, and
+# a flawless beginning that it never finishes is worth 0. And when the policy changes, $V$ changes, though the prefix does
+# not.
 #
-# The advantage compares the token with the policy's own habit in that state. **Claim 7.1** has two parts. On average over
-# the policy's choices nothing is better than usual:
+# The advantage says how much better this token is than a token drawn by the policy is on average. **Claim 7.1** has two
+# parts. That average itself is 0:
 #
 # $$\sum_a \pi(a \mid s)\, A(s, a) = \sum_a \pi(a \mid s)\, Q(s, a) - V(s) = 0. \tag{7.1}$$
 #
@@ -129,18 +130,18 @@ for text in ("ab#", "aab", "ba#"):
 # Along a completion the advantages add up to $R - V(s_1)$: how much better the whole text did than the prompt promised.
 # What a single scalar smeared over all tokens is now divided among them.
 #
-# ## The advantage is a legal drop-in
+# ## The advantage in the place of the reward
 #
-# **Claim 7.2.** Put $A(s_t, a_t)$ where the reward was, and the gradient is still exact. Two steps show it. Given $s_t$
+# **Claim 7.2.** Put $A(s_t, a_t)$ where the reward was, and the mean of the estimate is still $\nabla J$. Two steps show it. Given $s_t$
 # and $a_t$, the score of $a_t$ is known, and the mean of $R$ is $Q(s_t, a_t)$. Then $V(s_t)$ may be subtracted, because
-# it does not depend on $a_t$ (equation 6.1):
+# it does not depend on $a_t$ (claim 6.2):
 #
 # $$\nabla J = \mathbb{E}\Big[\sum_t R\, \nabla \log \pi(a_t \mid s_t)\Big]
 # = \mathbb{E}\Big[\sum_t Q(s_t, a_t)\, \nabla \log \pi(a_t \mid s_t)\Big]
 # = \mathbb{E}\Big[\sum_t A(s_t, a_t)\, \nabla \log \pi(a_t \mid s_t)\Big]. \tag{7.3}$$
 #
-# The scalar outside the sum has become a weight inside it, one for each token. The code does not change: section 4's
-# `reinforce_terms` takes weights of the shape `[B, T]`.
+# Section 4 had one weight for a completion, `[B]`; now each token has its own, `[B, T]`. The code does not change, since
+# `reinforce_terms` takes weights of either shape.
 
 # %%
 gradient = exact_gradient(tree, rewards, policy.parameters())
@@ -179,17 +180,17 @@ for name, case, case_tree, R in (
         estimates = row_gradients(reinforce_terms(case_tree.logprobs, weight).sum(-1), case.parameters())
         moments[name, label] = leaf_moments(case_tree, estimates, case_gradient).variance
     print(f"{name:9} policy: variance {moments[name, 'R']:.4f} with R, {moments[name, 'A']:.4f} with A")
-assert moments["uniform", "A"] < moments["uniform", "R"]
+assert moments["uniform", "A"] < moments["uniform", "R"] / 3 and moments["A"].variance < moments["R"].variance / 3
 assert abs(moments["confident", "R"] - 0.0018) < 1e-10 and abs(moments["confident", "A"] - 0.1152) < 1e-10
 
 # %% [markdown]
 # This is section 6's warning again: the mean is not the baseline of least variance. The optimal one for the confident
-# policy is 0.1, and 0 is nearer to it than 0.9. On policies that are less sure of themselves $A$ wins clearly, and it
-# does what no constant can: it tells tokens apart.
+# policy is 0.1, and 0 is nearer to it than 0.9. On the other two policies, which are less sure of themselves, $A$ has less
+# than a third of the variance of $R$. And it does what no constant can: it tells tokens apart.
 #
 # ## Measuring V: finish the text many times
 #
-# Nobody hands us $V$. But it is an average, so it can be sampled: stop at the state, let the policy finish the text $K$
+# $V$ is not given. But it is an average, so it can be sampled: stop at the state, let the policy finish the text $K$
 # times, and average the rewards,
 #
 # $$V(s_t) \approx \frac1K \sum_{k=1}^K R\big(s_t \oplus \text{continuation}_k\big), \qquad
@@ -243,8 +244,8 @@ def monte_carlo_outcomes(
 
 
 # %% [markdown]
-# Now a policy that has learned something: the adder of section 1 as its warm start leaves it, sometimes right and more
-# often wrong. It answers 64 problems that it was not trained on, one answer each, and every prefix of every answer is
+# Now a policy that has learned something: the adder of section 1 as its warm start leaves it, sometimes right and
+# sometimes wrong. It answers 64 problems that it was not trained on, one answer each, and every prefix of every answer is
 # finished 128 times.
 
 # %%
@@ -301,10 +302,8 @@ print("Monte Carlo V", [round(v, 3) for v in mc_values[row, :length].tolist()])
 assert ((mc_values[row, :length] - exact).abs() <= 4 * (exact * (1 - exact) / 128).sqrt() + 1e-3).all()
 
 # %% [markdown]
-# **Claim 7.4.** Most tokens barely move $V$; a few move it a lot. Which ones are they? The stop token after a complete
-# answer, and the leading 1 of a sum above 99, are nearly free of risk. A digit that needed a carry is not. And once a
-# digit is wrong, $V$ is 0 and stays there. The tokens after it have advantage 0, where a single number for the whole text
-# blames them as much as the digit that went wrong.
+# **Claim 7.4.** The movement of $V$ is concentrated: more than half of the tokens change it by less than 0.1, and three
+# tenths of them do more than 70% of all the moving. Which ones are they?
 
 # %%
 moves = mc_advantages[mask].abs().sort(descending=True).values
@@ -313,6 +312,24 @@ for small in (0.05, 0.1):
     print(f"{(moves < small).double().mean():.0%} of the tokens move V by less than {small}")
 print(f"the 30% that move it most hold {largest:.0%} of all movement")
 assert (moves < 0.1).double().mean() > 0.5 and largest > 0.7
+
+words = [tokenizer.batch_decode(ids[:n, None]) for ids, n in zip(samples.ids, samples.lengths)]
+movement = {}
+for problem, written, jumps in zip(problems, words, mc_advantages.abs()):
+    for t in range(len(written)):
+        kind = ("end", "ones", "tens", "hundreds")[len(problem.answer) - t]  # what belongs there
+        if not problem.answer.startswith("".join(written[:t])):
+            kind = "after a wrong digit"
+        movement.setdefault(kind, []).append(jumps[t].item())
+for kind, sizes in movement.items():
+    print(f"{kind:19}: {len(sizes):2} tokens, mean |A| {sum(sizes) / len(sizes):.3f}")
+assert max(movement["after a wrong digit"]) == 0
+assert max(movement, key=lambda kind: sum(movement[kind]) / len(movement[kind])) == "ones"
+
+# %% [markdown]
+# To stop after a complete answer, and to write the leading 1 of a sum above 99, are nearly free of risk. The digit at which
+# this policy's answers are decided is the last one. And once a digit is wrong, $V$ is 0 and stays there. The tokens after it
+# have advantage 0, where a single number for the whole text blames them as much as the digit that went wrong.
 
 
 # %% tags=["export:figures"]
@@ -341,10 +358,11 @@ def _draw_value(ax, prompt, tokens, values, errors):
         arrow = {"arrowstyle": "-|>", "color": COLORS["advantage"], "lw": 2, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", (t, values[t]), (t, values[t - 1]), arrowprops=arrow)
         jump = values[t] - values[t - 1]
-        text = f"{jump:+.2f}" if abs(jump) >= 0.005 else "0"
-        ax.text(t, max(values[t - 1 : t + 1]) + 0.06, text, ha="center", fontsize=9)
+        text = f"{jump:+.2f}".replace("-", "−") if abs(jump) >= 0.005 else "0"
+        top = max(v + 2 * error for v, error in zip(values[t - 1 : t + 1], errors[t - 1 : t + 1]))
+        ax.text(t, min(top, 1.1) + 0.05, text, ha="center", fontsize=9)
     ax.text(n + 0.5, values[n] + 0.06, f"R = {values[n]:g}", ha="center", color=COLORS["reward"])
-    ax.set(xlim=(0, n + 1), ylim=(-0.08, 1.25), yticks=[0, 0.5, 1], title=f"{prompt} {''.join(tokens[:-1])}")
+    ax.set(xlim=(0, n + 1), ylim=(-0.08, 1.25), yticks=[0, 0.5, 1], title=f"{prompt}{''.join(tokens[:-1])}")
     ax.set_xticks(range(1, n + 1), tokens)
     ax.set_xlabel("tokens as they were written")
 
@@ -361,9 +379,6 @@ def _draw_share(ax, moves):
 # %% [markdown]
 # The picture shows three of the answers. A level is the value between two tokens, with a band of ±2 standard errors; an
 # arrow is what the token below it did to the value, which is its advantage. A jump much smaller than the bands is noise.
-
-# %%
-words = [tokenizer.batch_decode(ids[:n, None]) for ids, n in zip(samples.ids, samples.lengths)]
 
 
 # %% tags=["demo"]
@@ -389,7 +404,7 @@ show(
 
 # %% [markdown]
 # Move the sliders: choose another answer, and the number $K$ of endings that $V$ is estimated from. With $K = 1$ the
-# curve jumps almost everywhere, and most of that is noise of the estimate.
+# estimate is 0 or 1 in every state, so a token is credited with everything or with nothing, by the luck of one ending.
 
 # %%
 wide = {"style": {"description_width": "initial"}, "continuous_update": True}
@@ -403,15 +418,16 @@ explore(
 # %% [markdown]
 # ## Actor and critic
 #
-# Finishing every prefix $K$ times costs $K$ times the tokens, and more. The usual alternative is to learn $V$ next to the
+# An ending of the state before token $t$ has about $T - t + 1$ tokens, for an answer of $T$. So finishing every prefix $K$
+# times writes $K(T + 1)/2$ times as many tokens as the answer has. The usual alternative is to learn $V$ next to the
 # policy: the **actor** writes, the **critic** predicts what will come of it. A critic for a language model is the same
-# transformer with another head. Where the actor has one number for every token of the vocabulary, the critic has one
-# number for the state:
+# transformer with another head, and with parameters $\phi$ of its own. Where the actor has one number for every token of
+# the vocabulary, the critic has one number for the state:
 #
-# $$V_\phi(s_t) = w^\top h(s_t) + b,$$
+# $$V_\phi(s_t) = w^\top h(s_t) + w_0,$$
 #
 # with $h(s_t)$ the last hidden state at the position *before* token $t$, the same that the actor's logits for token $t$
-# come from. One pass gives the values of all states. There is one more state than tokens, the one after the last;
+# come from; the head is the vector $w$ and the number $w_0$. One pass gives the values of all states. There is one more state than tokens, the one after the last;
 # section 8 needs its value when a completion was cut off.
 #
 # The critic starts as a copy of the policy's own trunk, with a head of zeros: it predicts 0 until it has seen returns.
@@ -456,8 +472,9 @@ def build_critic(model) -> Critic:
 
 
 # %% [markdown]
-# The alignment is worth a check, since a critic that sees the token it is the baseline for is no legal baseline. Replace
-# token 2 of every row: the values up to entry 2 must not notice, entry 3 must.
+# The alignment is worth a check, since a critic that sees the token it is the baseline for is no legal baseline. In code
+# the first token has the index 0. Replace the one with index 2 in every row: the values up to entry 2 must not notice,
+# entry 3 must.
 
 # %%
 critic = build_critic(model)
@@ -492,7 +509,7 @@ def value_terms(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
 
 
 # %% [markdown]
-# Fit it, on one answer to each of the 7,287 training problems, for a few seconds. How good is it on the states of the 64
+# Fit it, on one answer to each of the training problems, for a few seconds. How good is it on the states of the 64
 # held-out answers, whose values have just been measured?
 
 # %%
@@ -501,6 +518,7 @@ fit = sample(model, fit_ids, fit_mask, max_new_tokens=4, **stop)
 fit_texts = completion_texts(tokenizer, fit.ids, fit.lengths, fit.truncated)
 fit_rewards = torch.tensor(addition_reward([], fit_texts, answer=[p.answer for p in train]))
 chosen = length_mask(fit.lengths, 4)
+print(f"{len(fit_rewards)} answers, {fit_rewards.mean():.0%} of them right")
 returns = terminal_returns(fit_rewards, chosen)
 
 critic = build_critic(model)
@@ -520,20 +538,20 @@ with torch.no_grad():
 for t in range(3):
     error = (learned - mc_values)[mask[:, t], t].square().mean()
     spread = mc_values[mask[:, t], t].var(correction=0)
-    print(f"before token {t}: mean squared error of the critic {error:.3f}, of the best constant {spread:.3f}")
+    print(f"state s_{t + 1}: mean squared error of the critic {error:.3f}, of the best constant {spread:.3f}")
 agreement = torch.corrcoef(torch.stack([learned[mask], mc_values[mask]]))[0, 1].item()
 print(f"correlation with the measured values {agreement:.2f}")
 assert 0.05 < agreement < 0.7
 
 # %% [markdown]
 # It has found something, and not much. This is no accident of a small model. To know whether `6` is a good beginning of
-# the answer to 42 + 17, one has to add. Predicting from half a solution whether the end will be right is nearly as hard
-# as solving the problem, and the critic has one number per completion to learn it from.
+# the answer to 42 + 17, one has to add. A critic that always knew would be an adder itself, and it has one number per
+# completion to become one.
 #
 # ## What a wrong critic does
 #
-# It is then natural to fear that a wrong critic is worse than none: that its errors go into every advantage and bend the
-# gradient. **Claim 7.3** says when. Let $\hat V = V + e$ be a critic with error $e(s)$.
+# Does a wrong critic do harm, then? It is in every advantage, so one may fear that it bends the gradient. **Claim 7.3** says
+# when it does. Let $\hat V = V + e$ be a critic with error $e(s)$.
 #
 # - *As a baseline*, in $R - \hat V(s_t)$, any error is harmless to the mean: $\hat V$ does not look at $a_t$, and (6.1)
 #   does not ask whether a baseline is good. Only the variance changes, in either direction.

@@ -38,10 +38,11 @@ def _draw_value(ax, prompt, tokens, values, errors):
         arrow = {"arrowstyle": "-|>", "color": COLORS["advantage"], "lw": 2, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", (t, values[t]), (t, values[t - 1]), arrowprops=arrow)
         jump = values[t] - values[t - 1]
-        text = f"{jump:+.2f}" if abs(jump) >= 0.005 else "0"
-        ax.text(t, max(values[t - 1 : t + 1]) + 0.06, text, ha="center", fontsize=9)
+        text = f"{jump:+.2f}".replace("-", "−") if abs(jump) >= 0.005 else "0"
+        top = max(v + 2 * error for v, error in zip(values[t - 1 : t + 1], errors[t - 1 : t + 1]))
+        ax.text(t, min(top, 1.1) + 0.05, text, ha="center", fontsize=9)
     ax.text(n + 0.5, values[n] + 0.06, f"R = {values[n]:g}", ha="center", color=COLORS["reward"])
-    ax.set(xlim=(0, n + 1), ylim=(-0.08, 1.25), yticks=[0, 0.5, 1], title=f"{prompt} {''.join(tokens[:-1])}")
+    ax.set(xlim=(0, n + 1), ylim=(-0.08, 1.25), yticks=[0, 0.5, 1], title=f"{prompt}{''.join(tokens[:-1])}")
     ax.set_xticks(range(1, n + 1), tokens)
     ax.set_xlabel("tokens as they were written")
 
