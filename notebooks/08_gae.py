@@ -78,8 +78,8 @@ assert score_last_token(torch.tensor([1.0]), answer).tolist() == [[0, 0, 1, 0, 0
 # %% [markdown]
 # ## One step
 #
-# The **temporal-difference error** (TD error) of token $t$ compares what the critic said before it with what one step of
-# reality, and the critic after it, say now:
+# The **temporal-difference error** (TD error) of token $t$ compares what the critic said before the token with what it says
+# after it, plus the reward that came in between:
 #
 # $$\delta_t = r_t + \gamma \hat V(s_{t+1}) - \hat V(s_t), \qquad \hat V(s_{T+1}) = 0 \text{ after the end.} \tag{8.1}$$
 #
@@ -140,12 +140,12 @@ for gamma in (1.0, 0.9):
 print(f"δ = A for all {int(tree.mask.sum())} tokens of {len(tree.ids)} completions")
 
 # %% [markdown]
-# Using one estimate, $\hat V(s_{t+1})$, to make another is called **bootstrapping**. It spares us the wait for the end, and
-# the noise of everything that is yet to be drawn. The catch is the word *if*: a critic that is too hopeful in some state
-# makes the token that leads there look good, in every batch, however large.
+# This is section 7's bootstrapping: $\hat V(s_{t+1})$ stands for the rest of the completion. There is no end to wait for, and
+# no noise from the tokens that are yet to be drawn. But the critic was assumed to be exact. One that is too hopeful in some
+# state makes the token that leads there look good, in every batch, however large.
 #
-# **Claim 8.4.** For text the catch is larger than elsewhere. Where rewards come with every step, $\delta_t$ contains news
-# from outside. Here $r_t = 0$ until the end, and with $\gamma = 1$
+# **Claim 8.4.** For text this weighs more than elsewhere. In a game that pays at every step, each $r_t$ corrects the critic
+# a little. Here $r_t = 0$ until the end, and with $\gamma = 1$
 #
 # $$\delta_t = \hat V(s_{t+1}) - \hat V(s_t) \quad (t < T), \qquad \delta_T = R - \hat V(s_T). \tag{8.2}$$
 #
@@ -161,7 +161,7 @@ assert torch.allclose(delta[:, :-1][not_last[:, :-1]], guesses.diff()[not_last[:
 # %% [markdown]
 # ## From one step to all of them
 #
-# Between one step and all steps there is a family: believe the rewards of $n$ steps, then the critic.
+# Why stop after one step, or only at the end? Take the rewards of $n$ steps, and let the critic speak for what follows:
 #
 # $$\hat A^{(n)}_t = \underbrace{r_t + \gamma r_{t+1} + \dots + \gamma^{n-1} r_{t+n-1} + \gamma^n \hat V(s_{t+n})}_{\text{the
 # }n\text{-step return } G^{(n)}_t} - \hat V(s_t). \tag{8.3}$$
@@ -196,13 +196,14 @@ def n_step_advantages(
 
 
 # %% [markdown]
-# Every $\hat A^{(n)}$ is also a sum of TD errors, since the values in between cancel:
+# Every $\hat A^{(n)}$ is also a sum of TD errors, since the values in between cancel (past the end $\delta$ is 0):
 #
 # $$\hat A^{(n)}_t = \delta_t + \gamma \delta_{t+1} + \dots + \gamma^{n-1} \delta_{t+n-1}. \tag{8.4}$$
 #
 # Which $n$? **Generalised advantage estimation** (GAE, Schulman et al. 2015) takes all of them, with weights that fall by a
-# factor $\lambda \in [0, 1]$ from each to the next. The weights $(1 - \lambda) \lambda^{n-1}$ sum to 1. Put (8.4) in:
-# $\delta_{t+l}$ occurs in all estimates with $n > l$, whose weights add up to $\lambda^l$. So
+# factor $\lambda \in [0, 1]$ from each to the next. The weights $(1 - \lambda) \lambda^{n-1}$ sum to 1 (for $\lambda = 1$, all
+# the weight is on $n = \infty$). Put (8.4) in: $\gamma^l \delta_{t+l}$ occurs in all estimates with $n > l$, whose weights
+# add up to $\lambda^l$. So
 #
 # $$\hat A^{\text{GAE}}_t = (1 - \lambda) \sum_{n \ge 1} \lambda^{n-1} \hat A^{(n)}_t = \sum_{l \ge 0} (\gamma\lambda)^l\,
 # \delta_{t+l}, \tag{8.5}$$
@@ -292,7 +293,8 @@ assert torch.allclose(targets, terminal_returns(scores, tree.mask), atol=1e-10, 
 r, v, mask = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[0.0, 0.0, 100.0]]), torch.tensor([[True, True, False]])
 right, _ = gae(r, v, mask, gamma=1.0, lam=0.95)
 leaky, _ = gae(r, v, torch.ones_like(mask), gamma=1.0, lam=0.95)
-print("right", right.tolist(), "  padding taken for text", leaky.tolist())
+for name, estimate in (("right", right), ("padding taken for text", leaky)):
+    print(f"{name:22}", [round(a, 4) for a in estimate[0].tolist()])
 assert torch.allclose(right, torch.tensor([[0.95, 1.0, 0.0]])) and leaky[0, 1] > 5
 spoiled = [torch.where(mask, x, torch.nan) for x in (r, v)]
 assert torch.equal(gae(*spoiled, mask, gamma=1.0, lam=0.95)[0], right)
@@ -317,8 +319,10 @@ assert (masked_away == 0).all() and torch.allclose(late[0, :3], torch.tensor([0.
 
 # %%
 r, v, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.2, 0.5, 0.8]]), torch.ones(1, 3, dtype=torch.bool)
-print("right", gae(r, v, mask, gamma=1.0, lam=1.0)[0].tolist(), "  wrong", (r - v).tolist())
-assert torch.allclose(gae(r, v, mask, gamma=1.0, lam=1.0)[0], torch.tensor([[0.8, 0.5, 0.2]]))
+right, _ = gae(r, v, mask, gamma=1.0, lam=1.0)
+for name, estimate in (("right", right), ("wrong", r - v)):
+    print(name, [round(a, 4) for a in estimate[0].tolist()])
+assert torch.allclose(right, torch.tensor([[0.8, 0.5, 0.2]]))
 
 # %% [markdown]
 # ## Cut off is not finished
@@ -378,18 +382,18 @@ assert torch.isclose(estimate[row, 0], believed, atol=1e-10, rtol=0)
 # %% [markdown]
 # Now let the critic be wrong, $\hat V(s) = V(s) + e(s)$, with errors that are independent from state to state, of mean 0
 # and variance $\sigma^2$. Sample $N$ completions that all pass through state $s$ and take token $a$ there, and average their
-# estimates of $A(s, a)$. The expected squared error has three parts:
+# estimates of $A(s, a)$. The mean squared error (MSE) of that average, over completions and critics, has three parts:
 #
-# $$\text{MSE} = \underbrace{\sigma^2 \sum_{s'} \mathbb{E}[c(s')]^2}_{\text{shared}}
+# $$\text{MSE} = \underbrace{\sigma^2 \sum_{s'} \mathbb{E}[w(s')]^2}_{\text{shared}}
 # + \frac1N \Big(\underbrace{\mathrm{Var}\big[\hat A^{\text{exact } V}\big]}_{\text{noise}}
-# + \underbrace{\sigma^2 \sum_{s'} \mathrm{Var}[c(s')]}_{\text{own}}\Big), \tag{8.8}$$
+# + \underbrace{\sigma^2 \sum_{s'} \mathrm{Var}[w(s')]}_{\text{own}}\Big), \tag{8.8}$$
 #
-# where $c(s')$ is the weight of $e(s')$ in $\hat A_t$, which depends on where the rollout goes. *Noise* is the rollout's own;
+# where $w(s')$ is the weight of $e(s')$ in $\hat A_t$, which depends on where the rollout goes. *Noise* is the rollout's own;
 # *own* is the error of those states that only some of the rollouts visit; *shared* is what all of them have in common, a
 # bias, and $N$ does not touch it. That is so if the critic's error **persists**, as it does with a network: asked twice
 # about one state, it gives one answer. If the errors were **redrawn** for every rollout, all three would fall like $1/N$.
 #
-# Everything here is a sum over leaves. `gae` is linear in the values, so $c(s')$ is what it makes of a critic that says 1 in
+# Everything here is a sum over leaves. `gae` is linear in the values, so $w(s')$ is what it makes of a critic that says 1 in
 # $s'$ and 0 elsewhere, and no error needs to be drawn.
 
 
@@ -444,8 +448,9 @@ def gae_error(tree: Tree, rewards: torch.Tensor, lam: float) -> GaeError:
 
 
 # %% [markdown]
-# The policy for the numbers below is uniform over three tokens, writes exactly four, and half of its completions, chosen by
-# chance, are worth 1.
+# The policy for the numbers below is uniform over three tokens and writes exactly four. A coin, thrown once for each of its
+# 81 completions, decides whether it is worth 1 or 0. The error is averaged over all states and tokens, as often as the
+# policy visits them.
 
 # %%
 uniform = TabularPolicy(vocab_size=3, max_length=4)
@@ -456,7 +461,7 @@ lams = torch.linspace(0, 1, 101).tolist()
 errors = [gae_error(dial_tree, dial_scores, lam) for lam in lams]
 
 # %% [markdown]
-# First a check by simulation: a few thousand critics are drawn, and for each the squared error of *one* rollout is averaged
+# First a check by simulation: 2000 critics are drawn, and for each the squared error of *one* rollout is averaged
 # over all leaves. It must agree with $N = 1$ in (8.8) within four standard errors.
 
 # %%
@@ -470,8 +475,8 @@ print(f"λ = 0.7, σ = 0.3: simulated {squared.mean():.4f} ± {standard_error:.4
 assert (squared.mean() - errors[70].mse(0.3)).abs() < 4 * standard_error
 
 # %% [markdown]
-# **Claim 8.5.** With a perfect critic there is nothing to trade: $\lambda = 0$ is exact and best. As soon as the critic
-# errs, the best $\lambda$ lies inside, and the worse the critic, the farther to the right.
+# **Claim 8.5.** If the critic is right everywhere, $\lambda = 0$ makes no error at all, and a larger $\lambda$ only adds
+# noise. As soon as the critic errs, the best $\lambda$ lies inside, and the worse the critic, the farther to the right.
 
 # %%
 assert errors[0].noise < 1e-10
@@ -563,7 +568,7 @@ for c in (0.1, 1.0):
 # %% [markdown]
 # ## What the gradient feels
 #
-# At $\lambda = 1$ the picture still shows a bias of $\sigma^2$. It is the first term of (8.7), the error in $\hat V(s_t)$. It
+# At $\lambda = 1$ the picture still shows a squared bias of $\sigma^2$, for a persistent error. It comes from the first term of (8.7), the error in $\hat V(s_t)$. It
 # is an error of the advantage, and harmless: a function of the state alone, it leaves the gradient unbiased (claim 7.3).
 # It is the same for all $\lambda$, so it moves no minimum either. Here is the gradient itself, for one wrong critic with
 # errors of 0.3 on the tree with the stop token:
@@ -586,11 +591,11 @@ assert moments[1.0].bias.norm() < 1e-10 < 0.05 * gradient.norm() < moments[0.0].
 # The bias falls as $\lambda$ rises and is exactly 0 at the end. And with a critic this wrong there is not even variance to be
 # saved on the left: its errors differ from rollout to rollout, too.
 #
-# In practice $\lambda$ is set to 0.95 or 1, far to the right of the best value for a good critic. Both of the reasons are
-# above. Critics of language models are worse than the errors assumed here (section 7's was, halfway
-# through an answer, little better than a constant), and their errors persist while batches grow. And at the right end, with a single reward,
-# what is left of GAE is $R - \hat V(s_t)$: a baseline. That a second network of the policy's size has to be trained to
-# get it is one reason why much of current practice does without a critic.
+# In practice $\lambda$ is set to 0.95 or 1, far to the right of the best value for a good critic. Both things that push it
+# there are above. Critics of language models are poor: section 7's was, halfway through an answer, little better than a
+# constant. And a network's errors persist, so a large batch does not average them out. At the right end, with a single
+# reward, what is left of GAE is $R - \hat V(s_t)$: a baseline, for which a second network of the policy's size has to be
+# trained. Many recipes drop the critic for this reason.
 #
 # ## Exercises
 #
