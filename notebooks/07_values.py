@@ -65,7 +65,8 @@ transformers.utils.logging.disable_progress_bar()
 # ## What a prefix is worth
 #
 # Let $s_t$ be the state before token $t$, which is the prompt and the tokens written so far, $a_t$ the token, and $G_t$ the
-# return from there on. Section 2 defined three functions:
+# return from there on. The policy $\pi_\theta$ is written $\pi$ here, and $\nabla$ is the gradient in $\theta$. Section 2
+# defined three functions:
 #
 # $$V(s) = \mathbb{E}[G_t \mid s_t = s], \qquad Q(s, a) = \mathbb{E}[G_t \mid s_t = s,\, a_t = a], \qquad
 # A(s, a) = Q(s, a) - V(s).$$
