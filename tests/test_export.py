@@ -183,6 +183,8 @@ ERRORS = {
         cell("x = 1", 'tags=["export:figures.style"]'),
         "cell 4 (`x = 1`): lmrl.figures.style is already exported by notebooks/01_policy.py",
     ),
+    "a keyword as module": (cell("x = 1", 'tags=["export:class"]'), "cell 4 (`x = 1`): `export:class` names no module"),
+    "tags that are no list": (cell("x = 1", 'tags="export"'), ": jupytext cannot read it: 'export' is not of type"),
     "import of its own module": (
         cell("from lmrl.tree import forest"),
         "cell 4 (`from lmrl.tree import forest`): imports from lmrl.tree, which this notebook itself defines",
@@ -230,6 +232,19 @@ def test_first_code_cell_is_not_exported(export):
 def test_untitled_notebook(export):
     (line,) = export(second=SECOND.replace("# # 2. How", "# How"))
     assert line == "notebooks/02_tree.py: no title: the first markdown cell begins with `# `"
+
+
+@pytest.mark.parametrize("title", ['# # 2. How """it" goes on', "# # 2. $\\nabla J$"])
+def test_title_that_breaks_the_docstring(export, title):
+    (line,) = export(second=SECOND.replace("# # 2. How it goes on", title))
+    assert line.startswith("notebooks/02_tree.py: the title becomes a docstring")
+
+
+def test_notebook_that_is_not_utf8(export):
+    export()
+    (export.root / "notebooks/03_objective.py").write_bytes(b"# %%\n# \xff\n")
+    (line,) = tool.export(export.root)
+    assert line.startswith("notebooks/03_objective.py: jupytext cannot read it: 'utf-8' codec")
 
 
 def test_unknown_notebook(export):

@@ -11,6 +11,7 @@ left out; the others are still written.
 import argparse
 import ast
 import json
+import keyword
 import re
 import subprocess
 import symtable
@@ -112,7 +113,7 @@ def target_module(tags, default, where):
     if not targets or targets == ["export"]:
         return default if targets else None
     name = targets[0].removeprefix("export:")
-    if not re.fullmatch(r"(figures\.)?[a-z][a-z0-9_]*", name):
+    if not re.fullmatch(r"(figures\.)?[a-z][a-z0-9_]*", name) or keyword.iskeyword(name.removeprefix("figures.")):
         raise ExportError(f"{where}: `{targets[0]}` names no module")
     return f"figures.{default}" if name == "figures" else name
 
@@ -148,11 +149,16 @@ def read_notebook(path, root):
     name = path.relative_to(root).as_posix()
     if path.stem not in DEFAULT_MODULE:
         raise ExportError(f"{name}: no default module for this notebook (see DEFAULT_MODULE in tools/export.py)")
-    document = jupytext.read(path, fmt="py:percent")
+    try:
+        document = jupytext.read(path, fmt="py:percent")
+    except Exception as error:  # not UTF-8, tags that are no list: jupytext and nbformat have many kinds
+        raise ExportError(f"{name}: jupytext cannot read it: {' '.join(str(error).split())[:200]}") from error
     text = "\n".join(cell.source for cell in document.cells if cell.cell_type == "markdown")
     title = re.search(r"(?m)^# (.+)$", text)
     if not title:
         raise ExportError(f"{name}: no title: the first markdown cell begins with `# `")
+    if set(title[1]) & set('"\\'):
+        raise ExportError(f"{name}: the title becomes a docstring and cannot have quotation marks or backslashes")
     cells = []
     for number, cell in enumerate((c for c in document.cells if c.cell_type == "code" and c.source), start=1):
         where = f"{name}, cell {number} (`{cell.source.splitlines()[0]}`)"
