@@ -21,7 +21,7 @@ def dial_figure(lams: list[float], errors: list, sigma: float, rollouts: int) ->
         bias = [error.bias_squared(sigma, rollouts, persistent) for error in errors]
         variance = [error.variance(sigma, rollouts) for error in errors]
         total = [error.mse(sigma, rollouts, persistent) for error in errors]
-        best, label_height = min(range(len(lams)), key=total.__getitem__), -1.0
+        best, label_height = min(range(len(lams)), key=total.__getitem__), -0.04 * max(total)
         lines = [
             ("bias²", bias, "reference", "--"),
             ("variance", variance, "policy", ":"),
@@ -29,7 +29,7 @@ def dial_figure(lams: list[float], errors: list, sigma: float, rollouts: int) ->
         ]
         for name, line, color, style in sorted(lines, key=lambda entry: entry[1][-1]):
             ax.plot(lams, line, color=COLORS[color], ls=style, lw=2)
-            label_height = max(line[-1], label_height + 0.08 * max(total))  # labels keep their distance
+            label_height = max(line[-1], label_height + 0.08 * max(total))  # labels clear of each other and the axis
             ax.text(1.03, label_height, name, color=COLORS[color], va="center")
         ax.plot(lams[best], total[best], "o", color="black", ms=7)
         kind = "persistent" if persistent else "redrawn"
