@@ -114,7 +114,8 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
         draw(**{name: control.value for name, control in controls.items()}).savefig(png, dpi=110)
         picture.value = png.getvalue()
 
-    for control in controls.values():
+    for control in controls.values():  # labels in one column and in full, and a slider long enough to aim with
+        control.style.description_width, control.layout.width = "15em", "40em"
         control.observe(update, names="value")
     update()
     display(widgets.VBox([*controls.values(), picture]))
@@ -823,8 +824,9 @@ columns = tokenizer.convert_tokens_to_ids(vocabulary)
 rows = [tokenizer.convert_ids_to_tokens(samples.ids[i, : samples.lengths[i]].tolist()) for i in (right, wrong)]
 show(
     two_regimes(supervised_gradient[:, columns], ["4", "6", "<eos>"], vocabulary, rows, [1.0, 0.0]),
-    caption="Left, before any training: every position is told which logit to raise (one dark cell per column; the "
-    "others go down a little). Right: a reward arrives once, after the last token, and leaves open which token earned it.",
+    caption="Left, 12+34 before any training: every position is told which logit to raise (one dark cell per column; the "
+    "others go down a little). Right, two answers to another problem: a reward arrives once, after the last token, and "
+    "leaves open which token earned it.",
     alt="Left, a heat map of the supervised gradient with one strongly negative cell per demonstrated token. Right, two "
     "sampled answers as rows of tokens with question marks, the first with R = 1 and the second with R = 0.",
 )
@@ -859,7 +861,9 @@ def regimes(number: int, temperature: float) -> Figure:
 # %%
 explore(
     regimes,
-    number=widgets.IntSlider(0, min=0, max=20, description="held-out problem", style={"description_width": "initial"}),
+    number=widgets.SelectionSlider(
+        options=[(problem.prompt, i) for i, problem in enumerate(heldout[:21])], description="held-out problem"
+    ),
     temperature=widgets.FloatSlider(1.0, min=0.2, max=3.0, step=0.1, description="temperature"),
 )
 

@@ -64,7 +64,8 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
         draw(**{name: control.value for name, control in controls.items()}).savefig(png, dpi=110)
         picture.value = png.getvalue()
 
-    for control in controls.values():
+    for control in controls.values():  # labels in one column and in full, and a slider long enough to aim with
+        control.style.description_width, control.layout.width = "15em", "40em"
         control.observe(update, names="value")
     update()
     display(widgets.VBox([*controls.values(), picture]))
