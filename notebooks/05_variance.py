@@ -630,8 +630,8 @@ explore(
 # %% [markdown]
 # ## Exercises
 #
-# **1. Predict, then run.** In texts of 64 tokens, of which the first decides, the average of 207 completions has an SNR of
-# 1. How many completions does it take at 2048 tokens? Five per cent off is close enough.
+# **1. Predict, then run.** In texts of 64 tokens, of which the first decides, the average of 207 completions has
+# $\mathrm{SNR} = 1$. How many completions does it take at 2048 tokens? Five per cent off is close enough.
 
 # %% tags=["exercise"]
 prediction = None  # your number
