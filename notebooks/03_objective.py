@@ -388,7 +388,7 @@ def _overlap(ax, probabilities, rewards, texts):
     ax.set_xticks(x, texts)
     ax.set(ylim=(0, 1.16), xlabel="completion")
     for place, (text, color) in enumerate((("outlines: R", "reward"), ("bars: π,  solid part: π·R", "policy"))):
-        ax.text(0.01 + 0.29 * place, 0.99, text, color=COLORS[color], transform=ax.transAxes, va="top", weight="bold")
+        ax.text(0.01 + 0.31 * place, 0.99, text, color=COLORS[color], transform=ax.transAxes, va="top", weight="bold")
 
 
 # %%
