@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lmrl.trainer as trainer_module
+from lmrl.baselines import group_advantages
 from lmrl.config import TrainConfig
 from lmrl.figures.trainer import learning_curve
 from lmrl.loss import LOSS_TYPES
@@ -219,7 +220,7 @@ def test_an_update_is_the_formula_written_out(loss_type, settings):
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(5)
     reference, naive = build_policy(trainer.tokenizer, seed=5).double(), copy.deepcopy(trainer.model)
-    rollouts = rollouts_of(trainer)
+    rollouts = rollouts_of(trainer).trim(6)  # narrower than max_completion_length
     random = torch.Generator().manual_seed(1)
     rollouts = rollouts.select(torch.randperm(len(rollouts), generator=random))
     holes = torch.rand(rollouts.mask.shape, generator=random) < 0.2
@@ -254,6 +255,16 @@ def test_token_metrics_of_one_token_by_hand():
             "sampler_gap": math.log(2.5),
         }
     )
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_a_step_scales_the_rewards_as_it_is_told(scale):
+    trainer = make_trainer(replace(SMALL, scale_rewards=scale))
+    seen = []
+    trainer.update = lambda rollouts: seen.append(rollouts) or {}
+    trainer.step()
+    expected = group_advantages(seen[0].rewards, seen[0].group, scale=scale)
+    assert expected.any() and torch.equal(seen[0].advantages[:, 0], expected)
 
 
 def test_tied_groups_leave_the_weights_bit_identical():
