@@ -115,7 +115,7 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
         picture.value = png.getvalue()
 
     for control in controls.values():  # labels in one column and in full, and a slider long enough to aim with
-        control.style.description_width, control.layout.width = "15em", "40em"
+        control.style.description_width, control.layout.width = "17em", "42em"
         control.observe(update, names="value")
     update()
     display(widgets.VBox([*controls.values(), picture]))
@@ -801,7 +801,8 @@ def two_regimes(
     image = left.imshow(gradient.T, cmap="PuOr", vmin=-1, vmax=1, aspect="auto")
     for t, token in enumerate(target):
         v = vocabulary.index(token)
-        left.text(t, v, f"{gradient[t, v]:+.2f}", ha="center", va="center", color="white", fontsize=9)
+        shade = "white" if gradient[t, v] < -0.5 else "black"
+        left.text(t, v, f"{gradient[t, v]:.2f}", ha="center", va="center", color=shade, fontsize=9)
     left.set_xticks(range(len(target)), target)
     left.set_yticks(range(len(vocabulary)), vocabulary, fontsize=8)
     left.set(title="Demonstration: a gradient everywhere", xlabel="demonstrated token $y^*_t$", ylabel="vocabulary")
@@ -979,11 +980,11 @@ class Successor(torch.nn.Module):
 
 
 assert score(Successor(), torch.tensor([[3, 4]]), torch.tensor([[5, 6, 7]])).abs().max() < 1e-6
-tokenizer = build_tokenizer()
-model = build_policy(tokenizer)
-prompt, completion = torch.tensor([tokenizer("12+34=").input_ids]), torch.tensor([[7, 9, 2]])
-oracle = token_logprobs(model, prompt, torch.ones_like(prompt, dtype=torch.bool), completion)
-assert torch.allclose(score(model, prompt, completion), oracle, atol=1e-5)
+characters = build_tokenizer()
+untrained = build_policy(characters)
+prompt, completion = torch.tensor([characters("12+34=").input_ids]), torch.tensor([[7, 9, 2]])
+oracle = token_logprobs(untrained, prompt, torch.ones_like(prompt, dtype=torch.bool), completion)
+assert torch.allclose(score(untrained, prompt, completion), oracle, atol=1e-5)
 
 # %% [markdown]
 # **What is still missing.** We have a policy, a sampler and a reward, and no derivation of what to do with them. The

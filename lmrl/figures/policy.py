@@ -19,7 +19,8 @@ def two_regimes(
     image = left.imshow(gradient.T, cmap="PuOr", vmin=-1, vmax=1, aspect="auto")
     for t, token in enumerate(target):
         v = vocabulary.index(token)
-        left.text(t, v, f"{gradient[t, v]:+.2f}", ha="center", va="center", color="white", fontsize=9)
+        shade = "white" if gradient[t, v] < -0.5 else "black"
+        left.text(t, v, f"{gradient[t, v]:.2f}", ha="center", va="center", color=shade, fontsize=9)
     left.set_xticks(range(len(target)), target)
     left.set_yticks(range(len(vocabulary)), vocabulary, fontsize=8)
     left.set(title="Demonstration: a gradient everywhere", xlabel="demonstrated token $y^*_t$", ylabel="vocabulary")

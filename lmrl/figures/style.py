@@ -65,7 +65,7 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
         picture.value = png.getvalue()
 
     for control in controls.values():  # labels in one column and in full, and a slider long enough to aim with
-        control.style.description_width, control.layout.width = "15em", "40em"
+        control.style.description_width, control.layout.width = "17em", "42em"
         control.observe(update, names="value")
     update()
     display(widgets.VBox([*controls.values(), picture]))
