@@ -31,7 +31,7 @@ class TrainConfig:
     """Seed of the warm start, the order of the prompts and the sampling."""
 
     max_steps: int = 800
-    """Optimiser steps' worth of generated batches."""
+    """Steps: batches that are generated and learned from."""
     per_device_train_batch_size: int = 512
     """Completions that go through the model at once."""
     gradient_accumulation_steps: int = 1
