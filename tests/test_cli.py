@@ -38,6 +38,7 @@ def test_training_continues_from_a_folder(tmp_path, capsys):
     assert code == 0
     metrics = (tmp_path / "runs" / "arithmetic-1" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[0])["kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert json.loads(metrics[1])["kl_ref"] > 1e-8  # the reference did not move with the policy
 
 
 def test_the_temperature_reaches_sampler_scoring_and_reference(tmp_path, capsys):

@@ -267,6 +267,27 @@ def test_a_step_scales_the_rewards_as_it_is_told(scale):
     assert expected.any() and torch.equal(seen[0].advantages[:, 0], expected)
 
 
+def test_every_step_has_its_own_seed_and_learning_rate_and_tells_the_sampler():
+    class Spy:
+        def __init__(self, inner):
+            self.inner, self.seeds, self.synced = inner, [], []
+
+        def generate(self, prompts, num_generations, seed):
+            self.seeds.append(seed)
+            return self.inner.generate(prompts, num_generations, seed)
+
+        def sync(self, model):
+            self.synced.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+    trainer = make_trainer()
+    trainer.sampler = Spy(trainer.sampler)
+    rates = [trainer.step()["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([1e-3, 1e-3 * 5 / 6, 1e-3 * 4 / 6])
+    assert len(set(trainer.sampler.seeds)) == 3
+    assert len(trainer.sampler.synced) == 3 and torch.equal(trainer.sampler.synced[-1], parameters(trainer))
+    assert not torch.equal(trainer.sampler.synced[0], trainer.sampler.synced[1])
+
+
 def test_tied_groups_leave_the_weights_bit_identical():
     trainer = make_trainer(reward=always_tied)
     before = parameters(trainer)
