@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lmrl.cli import main
+from lmrl.cli import build_trainer, main
+from lmrl.config import TrainConfig
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
 
 QUICK = ["--max-steps", "2", "--per-device-train-batch-size", "32", "--num-eval-problems", "16"]
@@ -45,6 +46,13 @@ def test_the_temperature_reaches_sampler_scoring_and_reference(tmp_path, capsys)
     code, _, _ = run_cli(tmp_path, capsys, "--temperature", "0.5", "--beta", "0.1")
     metrics = json.loads((tmp_path / "runs" / "arithmetic-1" / "metrics.jsonl").read_text().splitlines()[0])
     assert code == 0 and metrics["sampler_gap"] < 1e-3 and metrics["kl_ref"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_seed_and_dtype_reach_the_model(monkeypatch):
+    folder, seeds = warm_start_folder(0), []
+    monkeypatch.setattr("lmrl.cli.warm_start_folder", lambda seed: seeds.append(seed) or folder)
+    trainer = build_trainer(TrainConfig(seed=7, dtype="bfloat16", name="not-there-yet"))
+    assert seeds == [7] and trainer.model.dtype == torch.bfloat16
 
 
 def test_own_reward_function(tmp_path, capsys):
