@@ -16,6 +16,8 @@ def two_regimes(
 ):
     """Left: supervised gradient ``[T, V]`` per position. Right: sampled token rows, each with its one reward."""
     figure, (left, right) = new_figure(1, 2, height=3.4, width_ratios=[1.25, 1])
+    figure.set_layout_engine(None)  # half the drawing time
+    figure.subplots_adjust(left=0.09, right=0.98, top=0.9, bottom=0.16, wspace=0.08)
     image = left.imshow(gradient.T, cmap="PuOr", vmin=-1, vmax=1, aspect="auto")
     for t, token in enumerate(target):
         v = vocabulary.index(token)

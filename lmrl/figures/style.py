@@ -10,7 +10,7 @@ from collections.abc import Callable
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "STYLE", "new_figure", "show", "explore"]
+__all__ = ["COLORS", "STYLE", "new_figure", "show", "png", "explore"]
 
 COLORS = {
     "policy": "#0072B2",
@@ -48,6 +48,13 @@ def show(figure: Figure, caption: str, alt: str) -> None:
     display(Markdown(f"*{caption}*"))
 
 
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG, packed fast rather than small: what a slider waits for."""
+    file = io.BytesIO()
+    figure.savefig(file, dpi=110, pil_kwargs={"compress_level": 1})
+    return file.getvalue()
+
+
 def explore(draw: Callable[..., Figure], **controls) -> None:
     """Show ``draw(**values)`` below ipywidgets ``controls`` and draw it again whenever one of them changes.
 
@@ -60,9 +67,7 @@ def explore(draw: Callable[..., Figure], **controls) -> None:
     picture = widgets.Image(format="png", layout={"align_self": "flex-start", "max_width": "100%"})
 
     def update(_=None):
-        png = io.BytesIO()
-        draw(**{name: control.value for name, control in controls.items()}).savefig(png, dpi=110)
-        picture.value = png.getvalue()
+        picture.value = png(draw(**{name: control.value for name, control in controls.items()}))
 
     for control in controls.values():  # labels in one column and in full, and a slider long enough to aim with
         control.style.description_width, control.layout.width = "17em", "42em"
