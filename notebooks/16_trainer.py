@@ -837,7 +837,11 @@ def build_trainer(config: TrainConfig) -> Trainer:
         raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
-    path = warm_start_folder(config.seed) if config.model == "tiny" else resolve_model_path(config.model)
+    if config.model == "tiny":
+        torch.set_num_threads(1)  # at this size a second thread gains nothing, and on a busy machine they wait in turns
+        path = warm_start_folder(config.seed)
+    else:
+        path = resolve_model_path(config.model)
     tokenizer = load_tokenizer(path)
     model = load_policy(path, dtype=config.dtype, device=device)
     sampler = TorchSampler(
