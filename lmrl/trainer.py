@@ -11,6 +11,7 @@ import math
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -75,6 +76,10 @@ def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: Reward
     rows = [examples[g] for g in rollouts.group.tolist()]
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
     rewards, graded = score_completions(reward, [row.prompt for row in rows], decode(tokenizer, rollouts), columns)
+    if not graded.any():
+        warnings.warn(
+            "the reward function graded none of the completions: there is nothing to learn from", stacklevel=2
+        )
     device = rollouts.group.device
     return replace(rollouts, rewards=rewards.to(device), graded=graded.to(device))
 

@@ -36,6 +36,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -228,7 +229,8 @@ def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generation
 
 # %% [markdown]
 # **Rollouts → rewards.** The reward function reads texts, in TRL's signature: lists of prompts and completions, and the
-# task's other columns by name. It may answer `None` for a completion that nobody can grade.
+# task's other columns by name. It may answer `None` for a completion that nobody can grade; if that is all of them, we say
+# so, once.
 
 
 # %% tags=["export"]
@@ -242,6 +244,10 @@ def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: Reward
     rows = [examples[g] for g in rollouts.group.tolist()]
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
     rewards, graded = score_completions(reward, [row.prompt for row in rows], decode(tokenizer, rollouts), columns)
+    if not graded.any():
+        warnings.warn(
+            "the reward function graded none of the completions: there is nothing to learn from", stacklevel=2
+        )
     device = rollouts.group.device
     return replace(rollouts, rewards=rewards.to(device), graded=graded.to(device))
 
