@@ -9,6 +9,7 @@ import math
 import torch
 
 from lmrl.trust_region import log_ratio
+from lmrl.values import value_terms
 
 __all__ = ["importance_ratio", "clip_bounds", "clipped", "clipped_surrogate", "value_loss", "value_clipped"]
 
@@ -90,8 +91,7 @@ def value_loss(
         shapes = f"{list(returns.shape)} and {list(values.shape)}"
         raise ValueError(f"returns and values have the shapes {shapes}; give every token its own return, [B, T]")
     values, low, high = _value_range(values, old_values, cliprange_value)
-    returns = returns.detach()
-    return torch.maximum((values - returns).square(), (values.clamp(low, high) - returns).square()) / 2
+    return torch.maximum(value_terms(values, returns), value_terms(values.clamp(low, high), returns))
 
 
 def value_clipped(values: torch.Tensor, old_values: torch.Tensor, cliprange_value: float | None = 0.2) -> torch.Tensor:

@@ -54,6 +54,7 @@ from lmrl.tree import (
     visit_probabilities,
 )
 from lmrl.trust_region import entropy, kl_exact, kl_k3, log_ratio
+from lmrl.values import value_terms
 from lmrl.variance import leaf_moments
 
 transformers.utils.logging.disable_progress_bar()
@@ -603,8 +604,7 @@ def value_loss(
         shapes = f"{list(returns.shape)} and {list(values.shape)}"
         raise ValueError(f"returns and values have the shapes {shapes}; give every token its own return, [B, T]")
     values, low, high = _value_range(values, old_values, cliprange_value)
-    returns = returns.detach()
-    return torch.maximum((values - returns).square(), (values.clamp(low, high) - returns).square()) / 2
+    return torch.maximum(value_terms(values, returns), value_terms(values.clamp(low, high), returns))
 
 
 # %% [markdown]

@@ -737,7 +737,7 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
             log.write(metrics)
             bar.set_postfix(progress_fields(metrics), refresh=False)
             bar.update()
-            if trainer.steps_done % config.save_steps == 0:
+            if trainer.steps_done % config.save_steps == 0 and trainer.steps_done < config.max_steps:
                 save_checkpoint(trainer, folder)
         save_checkpoint(trainer, folder)
     log.close()
