@@ -5,6 +5,7 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import json
+import math
 import resource
 import sys
 from importlib import import_module
@@ -17,7 +18,7 @@ from lmrl.batch import Rollouts
 from lmrl.policy import masked_mean
 from lmrl.signal import frac_reward_zero_std
 
-__all__ = ["summarise", "rollout_metrics", "peak_memory", "MetricsLog", "optional_import"]
+__all__ = ["summarise", "rollout_metrics", "peak_memory", "json_line", "MetricsLog", "optional_import"]
 
 
 def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float]:
@@ -60,6 +61,14 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def json_line(record: dict) -> str:
+    """``record`` as one line of JSON, with null for numbers that are not finite (section 16)."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
 class MetricsLog:
     """Appends each step's metrics to ``metrics.jsonl`` and to TensorBoard events in ``folder`` (section 16)."""
 
@@ -70,7 +79,7 @@ class MetricsLog:
 
     def write(self, metrics: dict[str, float]) -> None:
         self.records.append(metrics)
-        self._lines.write(json.dumps(metrics) + "\n")
+        self._lines.write(json_line(metrics))
         self._lines.flush()
         for name, value in metrics.items():
             if name != "step":

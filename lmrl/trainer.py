@@ -24,7 +24,7 @@ from lmrl.baselines import group_advantages
 from lmrl.batch import Rollouts, micro_batches
 from lmrl.config import TrainConfig, check_config
 from lmrl.loss import policy_loss, token_weights
-from lmrl.metrics import MetricsLog, rollout_metrics, summarise
+from lmrl.metrics import MetricsLog, json_line, rollout_metrics, summarise
 from lmrl.models import disable_dropout
 from lmrl.policy import completion_texts, save_model, token_logprobs
 from lmrl.ppo import clipped, importance_ratio
@@ -225,10 +225,12 @@ class Trainer:
         generated = time.perf_counter()
         rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
         rollouts = estimate_advantages(rollouts, config.scale_rewards)
+        graded = time.perf_counter()
         if config.beta != 0.0:
             size = config.per_device_train_batch_size
             rollouts = score_reference(rollouts, self.reference, config.temperature, size)
         learning = self.update(rollouts)
+        updated = time.perf_counter()
         self.sampler.sync(self.model)
         self.steps_done += 1
         seconds = time.perf_counter() - started
@@ -237,6 +239,9 @@ class Trainer:
             **rollout_metrics(rollouts),
             **learning,
             "seconds": seconds,
+            "generation_seconds": generated - started,
+            "reward_seconds": graded - generated,
+            "update_seconds": updated - graded,
             "generation_share": (generated - started) / seconds,
         }
 
@@ -247,7 +252,9 @@ class Trainer:
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
         trained = rows_with_gradient(rollouts, weights, config.beta)
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
-        pieces = list(micro_batches(rollouts.select(trained), weights[trained], config.per_device_train_batch_size))
+        width = rollouts.prompt_ids.shape[1] + config.max_completion_length
+        budget = config.per_device_train_batch_size * width  # padded tokens
+        pieces = list(micro_batches(rollouts.select(trained), weights[trained], budget))
         summaries = []
         for _ in range(config.num_iterations):
             self.optimizer.zero_grad()
@@ -401,7 +408,7 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
 def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
     """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
     rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(map(json_line, rows)))
 
 
 def progress_fields(metrics: dict[str, float]) -> dict[str, str]:

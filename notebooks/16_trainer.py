@@ -489,10 +489,12 @@ class Trainer:
         generated = time.perf_counter()
         rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
         rollouts = estimate_advantages(rollouts, config.scale_rewards)
+        graded = time.perf_counter()
         if config.beta != 0.0:
             size = config.per_device_train_batch_size
             rollouts = score_reference(rollouts, self.reference, config.temperature, size)
         learning = self.update(rollouts)
+        updated = time.perf_counter()
         self.sampler.sync(self.model)
         self.steps_done += 1
         seconds = time.perf_counter() - started
@@ -501,6 +503,9 @@ class Trainer:
             **rollout_metrics(rollouts),
             **learning,
             "seconds": seconds,
+            "generation_seconds": generated - started,
+            "reward_seconds": graded - generated,
+            "update_seconds": updated - graded,
             "generation_share": (generated - started) / seconds,
         }
 
@@ -511,7 +516,9 @@ class Trainer:
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
         trained = rows_with_gradient(rollouts, weights, config.beta)
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
-        pieces = list(micro_batches(rollouts.select(trained), weights[trained], config.per_device_train_batch_size))
+        width = rollouts.prompt_ids.shape[1] + config.max_completion_length
+        budget = config.per_device_train_batch_size * width  # padded tokens
+        pieces = list(micro_batches(rollouts.select(trained), weights[trained], budget))
         summaries = []
         for _ in range(config.num_iterations):
             self.optimizer.zero_grad()
@@ -612,9 +619,18 @@ print(f"pass@1 after one step: {before}, well formed {before.well_formed:.3f}")
 # ## What a run leaves behind
 #
 # Metrics go to a JSON-lines file, one object per step, and to TensorBoard. The curves are drawn from the same records.
+# JSON has no `NaN`; a number that is not finite, such as the reward of an ungraded answer, is written as `null`.
 
 
 # %% tags=["export:metrics"]
+def json_line(record: dict) -> str:
+    """``record`` as one line of JSON, with null for numbers that are not finite (section 16)."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
 class MetricsLog:
     """Appends each step's metrics to ``metrics.jsonl`` and to TensorBoard events in ``folder`` (section 16)."""
 
@@ -625,7 +641,7 @@ class MetricsLog:
 
     def write(self, metrics: dict[str, float]) -> None:
         self.records.append(metrics)
-        self._lines.write(json.dumps(metrics) + "\n")
+        self._lines.write(json_line(metrics))
         self._lines.flush()
         for name, value in metrics.items():
             if name != "step":
@@ -780,7 +796,7 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
 def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
     """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
     rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(map(json_line, rows)))
 
 
 def progress_fields(metrics: dict[str, float]) -> dict[str, str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lmrl.batch import rollouts_from_samples
-from lmrl.metrics import MetricsLog, optional_import, peak_memory, rollout_metrics, summarise
+from lmrl.metrics import MetricsLog, json_line, optional_import, peak_memory, rollout_metrics, summarise
 from lmrl.policy import Samples, length_mask, pad_left
 
 
@@ -60,6 +60,26 @@ def test_rollout_metrics_exact():
 def test_ungraded_rewards_are_left_out():
     metrics = rollout_metrics(rollouts_with([1.0, float("nan"), 0.0, 0.0], [True, False, True, True]))
     assert metrics["reward"] == pytest.approx(1 / 3) and metrics["ungraded"] == 0.25
+
+
+def not_json(constant):
+    raise ValueError(f"{constant} is not JSON")
+
+
+def test_a_line_is_strict_json_with_null_for_what_is_not_finite():
+    record = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5, "e": 2, "f": "NaN", "g": True}
+    line = json_line(record)
+    assert line.endswith("\n") and line.count("\n") == 1
+    expected = {**record, "a": None, "b": None, "c": None}
+    assert json.loads(line, parse_constant=not_json) == expected
+
+
+def test_a_metric_that_is_not_finite_is_null_in_the_file(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1, "kl_old": float("inf")})
+    log.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=not_json) == {"step": 1, "kl_old": None}
 
 
 def test_the_log_writes_each_step_at_once(tmp_path):

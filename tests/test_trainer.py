@@ -512,6 +512,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     for name in ("reward", "completion_length", "entropy", "kl_old", "clip_fraction", "frac_reward_zero_std"):
         assert name in lines[0]
     assert 0 < lines[0]["generation_share"] < 1
+    assert sum(lines[0][f"{phase}_seconds"] for phase in ("generation", "reward", "update")) <= lines[0]["seconds"]
     assert json.loads((result.folder / "config.json").read_text())["num_generations"] == 4
     assert (result.folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert list(result.folder.glob("events.out.tfevents*"))
@@ -521,6 +522,41 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert torch.equal(model.lm_head.weight, trainer.model.lm_head.weight)
     tokenizer = AutoTokenizer.from_pretrained(result.folder / "checkpoint")
     assert tokenizer("1+2=").input_ids == trainer.tokenizer("1+2=").input_ids
+
+
+def test_ungraded_answers_are_null_in_the_samples(tmp_path):
+    def every_other(prompts, completions, **columns):
+        return [None if i % 2 else 1.0 for i in range(len(completions))]
+
+    def not_json(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    trainer = make_trainer(replace(SMALL, max_steps=1, output_dir=str(tmp_path)), reward=every_other)
+    lines = (run(trainer, learning_curve).folder / "samples.jsonl").read_text().splitlines()
+    rewards = [json.loads(line, parse_constant=not_json)["reward"] for line in lines]
+    assert rewards == [1.0, None] * 16
+
+
+def test_the_phases_of_a_step_are_parts_of_it(monkeypatch):
+    """A clock that only ticks when a phase runs: each phase's seconds are its own."""
+    now = [0.0]
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds, function):
+        def slow(*args, **kwargs):
+            now[0] += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer_module, "collect", taking(4.0, trainer_module.collect))
+    monkeypatch.setattr(trainer_module, "grade", taking(2.0, trainer_module.grade))
+    trainer.update = taking(1.0, trainer.update)
+    monkeypatch.setattr(TorchSampler, "sync", taking(1.0, TorchSampler.sync))
+    metrics = trainer.step()
+    names = ("generation_seconds", "reward_seconds", "update_seconds", "seconds", "generation_share")
+    assert [metrics[name] for name in names] == [4.0, 2.0, 1.0, 8.0, 0.5]
 
 
 def test_runs_do_not_overwrite_each_other(tmp_path):
