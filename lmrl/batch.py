@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lmrl.policy import (
@@ -15,7 +16,15 @@ from lmrl.policy import (
     length_mask,
 )
 
-__all__ = ["Rollouts", "rollouts_from_samples", "micro_batches"]
+__all__ = [
+    "Rollouts",
+    "concatenate",
+    "rollouts_from_samples",
+    "cut_by_tokens",
+    "micro_batches",
+    "used_columns",
+    "padding_share",
+]
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,35 @@ class Rollouts:
         """The rollouts of ``rows``, int64 indices or a bool mask ``[B]``."""
         return Rollouts(**{name: value[rows] for name, value in self.known().items()})
 
-    def trim(self, width: int) -> "Rollouts":
-        """The rollouts with only the first ``width`` completion columns."""
-        return replace(self, **{name: value[:, :width] for name, value in self.per_token().items()})
+    def trim(self, width: int, prompt_width: int | None = None) -> "Rollouts":
+        """The first ``width`` completion columns and the last ``prompt_width`` prompt columns (all, if not given)."""
+        start = 0 if prompt_width is None else self.prompt_ids.shape[1] - prompt_width
+        prompts = {"prompt_ids": self.prompt_ids[:, start:], "prompt_mask": self.prompt_mask[:, start:]}
+        return replace(self, **prompts, **{name: value[:, :width] for name, value in self.per_token().items()})
+
+
+def concatenate(parts: list[Rollouts]) -> Rollouts:
+    """The rows of all ``parts`` as one `Rollouts`, padded to the widest; groups of different parts stay apart (section 11).
+
+    Groups are numbered from 0: part by part, and in a part by their old label. Padding has mask False and value 0.
+    Raises ValueError without parts, or if a field is known in one part and not in another.
+    """
+    if not parts:
+        raise ValueError("concatenate got no rollouts; give it at least one part")
+    names = [sorted(part.known()) for part in parts]
+    if any(known != names[0] for known in names):
+        raise ValueError(f"the parts know different fields, {names}; take them all through the same stages first")
+    first = 0
+    padded = []
+    for part in parts:
+        labels, group = part.group.unique(return_inverse=True)
+        left = max(p.prompt_ids.shape[1] for p in parts) - part.prompt_ids.shape[1]
+        right = max(p.mask.shape[1] for p in parts) - part.mask.shape[1]
+        prompt = {name: F.pad(getattr(part, name), (left, 0)) for name in ("prompt_ids", "prompt_mask")}
+        tokens = {name: F.pad(value, (0, right)) for name, value in part.per_token().items()}
+        padded.append({**part.known(), **prompt, **tokens, "group": first + group})
+        first += len(labels)
+    return Rollouts(**{name: torch.cat([part[name] for part in padded]) for name in names[0]})
 
 
 def rollouts_from_samples(prompt_ids: Tensor, prompt_mask: Tensor, group: Tensor, samples: Samples) -> Rollouts:
@@ -85,12 +120,43 @@ def rollouts_from_samples(prompt_ids: Tensor, prompt_mask: Tensor, group: Tensor
     )
 
 
-def micro_batches(rollouts: Rollouts, weights: Tensor, size: int) -> Iterator[tuple[Rollouts, Tensor]]:
-    """Cut rollouts and their token weights ``[B, T]`` into pieces of at most ``size`` rows (section 11).
+def cut_by_tokens(prompts: list[int], completions: list[int], max_tokens: int) -> Iterator[list[int]]:
+    """Row numbers in pieces of at most ``max_tokens`` padded tokens, longest completion first (section 11).
 
-    Each piece is trimmed to the last column in which one of its rows has a token.
+    The lists hold each row's prompt and completion length. A single row that is longer is a piece of its own.
     """
-    for rows in torch.arange(len(rollouts), device=weights.device).split(size):
-        piece = rollouts.select(rows)
-        width = int((piece.mask.any(0) * torch.arange(1, piece.mask.shape[1] + 1, device=rows.device)).max())
-        yield piece.trim(width), weights[rows, :width]
+    piece, prompt_width, width = [], 0, 0
+    for row in sorted(range(len(prompts)), key=lambda row: (completions[row], prompts[row]), reverse=True):
+        prompt_width, width = max(prompt_width, prompts[row]), max(width, completions[row])
+        if piece and (len(piece) + 1) * (prompt_width + width) > max_tokens:
+            yield piece
+            piece, prompt_width, width = [], prompts[row], completions[row]
+        piece.append(row)
+    if piece:
+        yield piece
+
+
+def micro_batches(rollouts: Rollouts, weights: Tensor, max_tokens: int) -> Iterator[tuple[Rollouts, Tensor]]:
+    """Cut rollouts and their token weights ``[B, T]`` into pieces of at most ``max_tokens`` padded tokens (section 11).
+
+    Rows are sorted by length. Each piece is trimmed to its longest prompt and to the last column in which one of its rows
+    has a token; a single row beyond the budget is a piece of its own. Every row is in exactly one piece.
+    """
+    prompts = rollouts.prompt_mask.sum(1).tolist()
+    completions = used_columns(rollouts.mask).tolist()
+    for rows in cut_by_tokens(prompts, completions, max_tokens):
+        prompt_width, width = max(prompts[row] for row in rows), max(completions[row] for row in rows)
+        index = torch.tensor(rows, device=weights.device)
+        yield rollouts.select(index).trim(width, prompt_width), weights[index, :width]
+
+
+def used_columns(mask: Tensor) -> Tensor:
+    """Columns up to the last True of each row, int64 ``[B]``, of a bool mask ``[B, T]`` that may have holes."""
+    return mask.flip(1).cumsum(1).bool().sum(1)
+
+
+def padding_share(pieces: list[tuple[Rollouts, Tensor]]) -> float:
+    """The share of padding among all tokens, prompts included, that the `micro_batches` ``pieces`` hold (section 11)."""
+    area = sum(piece.prompt_mask.numel() + piece.mask.numel() for piece, _ in pieces)
+    used = sum(int(piece.prompt_mask.sum() + used_columns(piece.mask).sum()) for piece, _ in pieces)
+    return (area - used) / max(area, 1)

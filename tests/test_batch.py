@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmrl.batch import Rollouts, micro_batches, rollouts_from_samples
-from lmrl.loss import token_weights
+from lmrl.batch import Rollouts, cut_by_tokens, micro_batches, padding_share, rollouts_from_samples
+from lmrl.loss import LOSS_TYPES, token_weights
 from lmrl.policy import Samples, length_mask, pad_left
 
 
@@ -56,31 +56,53 @@ def test_select_and_trim_touch_every_known_field():
         assert torch.equal(value, getattr(rollouts, name)[[2, 0], :2])
     assert torch.equal(part.rewards, rollouts.rewards[[2, 0]])
     assert torch.equal(part.prompt_ids, rollouts.prompt_ids[[2, 0]])
+    assert torch.equal(part.trim(2, 1).prompt_mask, rollouts.prompt_mask[[2, 0], -1:])
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=9), st.integers(1, 10), st.sampled_from(["grpo", "dapo"]))
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=9), st.integers(1, 60), st.sampled_from(LOSS_TYPES))
 @settings(max_examples=50, deadline=None)
-def test_micro_batches_hold_every_token_once_with_its_weight(lengths, size, loss_type):
+def test_micro_batches_hold_every_token_once_with_its_weight(lengths, budget, loss_type):
     rollouts = rollouts_of(lengths)
     weights = token_weights(rollouts.mask, loss_type, 7)
-    seen = {}
-    for piece, piece_weights in micro_batches(rollouts, weights, size):
-        assert len(piece) <= size and piece.mask.any(0).all()
+    seen, prompts = {}, []
+    for piece, piece_weights in micro_batches(rollouts, weights, budget):
+        assert len(piece) == 1 or piece.prompt_mask.numel() + piece.mask.numel() <= budget
+        assert piece.mask.any(0).all() and piece.prompt_mask.any(0).all()  # no column is padding only
+        prompts += [ids[real].tolist() for ids, real in zip(piece.prompt_ids, piece.prompt_mask, strict=True)]
         for cell, weight in zip(piece.completion_ids[piece.mask].tolist(), piece_weights[piece.mask], strict=True):
             assert cell not in seen
             seen[cell] = float(weight)
     expected = dict(zip(rollouts.completion_ids[rollouts.mask].tolist(), weights[rollouts.mask].tolist(), strict=True))
     assert seen == expected
+    assert sorted(map(len, prompts)) == sorted(rollouts.prompt_mask.sum(1).tolist())
+
+
+def test_the_cut_is_by_padded_tokens_longest_rows_first():
+    """Prompts of 2: rows of 5, 4, 2 and 1 tokens under a budget of 14: 2 rows x 7, then 2 rows x 4."""
+    assert list(cut_by_tokens([2, 2, 2, 2], [4, 1, 5, 2], 14)) == [[2, 0], [3, 1]]
+    assert list(cut_by_tokens([2, 2, 2, 2], [4, 1, 5, 2], 13)) == [[2], [0, 3], [1]]
+    assert list(cut_by_tokens([2, 2, 2, 2], [4, 1, 5, 2], 1)) == [[2], [0], [3], [1]]  # beyond the budget, alone
+    assert list(cut_by_tokens([9, 1], [1, 1], 12)) == [[0], [1]]  # a long prompt counts too
+    assert list(cut_by_tokens([], [], 12)) == []
+
+
+def test_the_padding_share_counts_prompts_and_completions():
+    """Prompts of 1, 2, 3 and completions of 4, 1, 1 tokens: 12 tokens in 3 x 7 cells, or in 1 x 5 and 2 x 4."""
+    rollouts = rollouts_of([4, 1, 1])
+    together = list(micro_batches(rollouts, rollouts.mask.float(), 21))
+    assert len(together) == 1 and padding_share(together) == pytest.approx(1 - 12 / 21)
+    apart = list(micro_batches(rollouts, rollouts.mask.float(), 9))
+    assert [len(piece) for piece, _ in apart] == [1, 2] and padding_share(apart) == pytest.approx(1 - 12 / 13)
+    assert padding_share([]) == 0.0
 
 
 def test_micro_batches_keep_holes_and_empty_rows():
     rollouts = rollouts_of([4, 4, 4])
-    mask = torch.tensor([[True, False, True, False], [False] * 4, [False] * 4])
+    mask = torch.tensor([[False] * 4, [True, False, True, False], [False] * 4])
     rollouts = replace(rollouts, mask=mask)
-    first, rest = micro_batches(rollouts, mask.float(), 2), None
-    (piece, weights), (empty, _) = first
-    assert piece.mask.shape == (2, 3) and weights.sum() == 2
-    assert rest is None and empty.mask.shape == (1, 0)
+    (piece, weights), (empty, _) = micro_batches(rollouts, mask.float(), 6)
+    assert piece.mask.tolist() == [[True, False, True]] and weights.sum() == 2
+    assert empty.mask.shape == (2, 0)
 
 
 def test_length_mask_matches_the_rollouts():
