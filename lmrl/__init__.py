@@ -13,6 +13,7 @@
     batch         11. Back to tensors
     rollout       11. Back to tensors
     loss          11. Back to tensors
+    logprobs      11. Back to tensors
     models        12. The four models in the room
     signal        13. Why RL lives in post-training
     rewards       15. What we have not asked yet
@@ -43,6 +44,7 @@ __all__ = [
     "batch",
     "rollout",
     "loss",
+    "logprobs",
     "models",
     "signal",
     "rewards",

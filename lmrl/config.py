@@ -33,9 +33,9 @@ class TrainConfig:
     max_steps: int = 800
     """Steps: batches that are generated and learned from."""
     per_device_train_batch_size: int = 512
-    """Completions that go through the model at once."""
+    """Completions of the greatest length that go through the model at once."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimiser step; changes memory, not the result."""
+    """Times as many completions per optimiser step, for the same memory."""
     num_generations: int = 4
     """Completions per prompt, G."""
     num_iterations: int = 2

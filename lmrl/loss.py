@@ -14,7 +14,7 @@ from lmrl.trust_region import kl_k3
 
 __all__ = ["LOSS_TYPES", "token_weights", "policy_loss"]
 
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo")  # those that differ
 
 
 def token_weights(mask: Tensor, loss_type: str, max_completion_length: int) -> Tensor:
@@ -22,13 +22,13 @@ def token_weights(mask: Tensor, loss_type: str, max_completion_length: int) -> T
 
     ``mask`` bool ``[B, T]`` covers the whole step: all micro-batches. Rows without a token leave the denominators too.
     Weights sum to 1 for "grpo" (Shao et al., 2024) and "dapo" (Yu et al., 2025), to at most 1 for "dr_grpo" (Liu et
-    al., 2025), and to 0 for an empty mask. Raises ValueError for another ``loss_type``.
+    al., 2025), and to 0 for an empty mask. "bnpo" is another name for "dapo". Raises ValueError for another ``loss_type``.
     """
     tokens = mask.sum(1, keepdim=True)
     rows = (tokens > 0).sum()
     if loss_type == "grpo":
         total = rows * tokens
-    elif loss_type == "dapo":
+    elif loss_type in ("dapo", "bnpo"):
         total = tokens.sum()
     elif loss_type == "dr_grpo":
         total = rows * max_completion_length
@@ -54,12 +54,14 @@ def policy_loss(
     """The negative weighted sum of the surrogate less ``beta`` times the KL penalty, a scalar (section 11).
 
     All tensors are ``[B, T]``; ``weights`` are rows of `token_weights` for the whole step, so that the losses of
-    micro-batches add up to the loss of the step. Where the weight is 0, nothing else is looked at. ``ref_logprobs`` is
-    needed when ``beta`` is not 0, ValueError otherwise. Schulman et al., 2017; Shao et al., 2024.
+    micro-batches add up to the loss of the step. Where the weight is 0, nothing else is looked at. ``ratio(logprobs,
+    old_logprobs, counts)`` also learns which tokens count, for a ratio over whole rows. ``ref_logprobs`` is needed when
+    ``beta`` is not 0, ValueError otherwise. Schulman et al., 2017; Shao et al., 2024.
     """
     counts = weights > 0
     logprobs, old_logprobs = torch.where(counts, logprobs, 0.0), torch.where(counts, old_logprobs, 0.0)
-    terms = surrogate(ratio(logprobs, old_logprobs), torch.where(counts, advantages, 0.0), epsilon, epsilon_high)
+    ratios = ratio(logprobs, old_logprobs, counts)
+    terms = surrogate(ratios, torch.where(counts, advantages, 0.0), epsilon, epsilon_high)
     if beta != 0.0:
         if ref_logprobs is None:
             raise ValueError(f"policy_loss: beta is {beta} but ref_logprobs is None; score with the reference first")

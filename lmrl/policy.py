@@ -11,7 +11,9 @@ import os
 import random
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "length_mask",
     "masked_mean",
     "tempered",
+    "completion_inputs",
     "completion_logits",
     "gather_logprobs",
     "token_logprobs",
@@ -39,6 +42,7 @@ __all__ = [
     "demonstration_batch",
     "draw_token",
     "Samples",
+    "complete",
     "sample",
     "addition_reward",
     "is_number",
@@ -163,6 +167,16 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
+def completion_inputs(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor) -> dict[str, Tensor]:
+    """What a causal model needs to score completions: ids, attention mask and positions, ``[B, P + T]`` (section 1)."""
+    attention_mask = torch.cat([prompt_mask, torch.ones_like(completion_ids, dtype=torch.bool)], dim=1).long()
+    return {
+        "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+    }
+
+
 def completion_logits(
     model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, temperature: float = 1.0
 ) -> Tensor:
@@ -171,14 +185,8 @@ def completion_logits(
     ``prompt_ids`` int64 and ``prompt_mask`` bool ``[B, P]`` are padded on the left, ``completion_ids`` int64 ``[B, T]``
     on the right. Entry ``[i, t]`` is the distribution from which token t of row i was drawn.
     """
-    attention_mask = torch.cat([prompt_mask, torch.ones_like(completion_ids, dtype=torch.bool)], dim=1).long()
-    output = model(
-        input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-        logits_to_keep=completion_ids.shape[1] + 1,
-        use_cache=False,
-    )
+    inputs = completion_inputs(prompt_ids, prompt_mask, completion_ids)
+    output = model(**inputs, logits_to_keep=completion_ids.shape[1] + 1, use_cache=False)
     return tempered(output.logits[:, :-1], temperature)
 
 
@@ -221,7 +229,7 @@ def draw_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     Returns ids int64 ``[B]`` and their log-probs ``[B]``. A token of probability zero is never drawn.
     """
     logprobs = log_softmax(logits, dim=-1)
-    cumulative = logprobs.double().exp().cumsum(-1)
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform.double() * cumulative[:, -1]
     ids = torch.searchsorted(cumulative, threshold[:, None], right=True)
     ids = ids.clamp(max=logits.shape[-1] - 1)  # a NaN is beyond the last token; it stays visible in the log-prob
@@ -232,8 +240,8 @@ def draw_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 class Samples:
     """Sampled completions (section 1): everything that is known about them, nothing re-derived from the ids.
 
-    ids int64 ``[B, T]`` (0 after the end), logprobs float32 ``[B, T]`` (0 after the end), lengths int64 ``[B]`` with
-    the sampled stop token included, truncated bool ``[B]``: cut at the cap before a stop token.
+    ids int64 ``[B, T]`` (0 after the end), logprobs ``[B, T]`` (0 after the end) in at least float32, lengths int64
+    ``[B]`` with the sampled stop token included, truncated bool ``[B]``: cut at the cap before a stop token.
     """
 
     ids: Tensor
@@ -243,6 +251,60 @@ class Samples:
 
 
 @torch.no_grad()
+def complete(
+    model,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    rows: Tensor,
+    uniforms: Tensor,
+    *,
+    stop_ids: list[int],
+    distribution: Callable[[Tensor], Tensor],
+) -> Samples:
+    """Completion i continues prompt ``rows[i]`` with the random numbers ``uniforms[i]``, one per token (section 1).
+
+    ``prompt_ids`` int64 and ``prompt_mask`` bool ``[N, P]``, left-padded; ``rows`` int64 ``[B]``; ``uniforms`` float64
+    ``[B, T]`` in [0, 1). ``distribution`` turns the model's logits ``[N or B, V]`` into those that are sampled from. A row
+    ends with the first of ``stop_ids`` that it samples, or after T tokens.
+    """
+    (count, cap), device = uniforms.shape, prompt_ids.device
+    stop = torch.tensor(stop_ids, device=device)
+    ids = torch.zeros(count, cap, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(count, cap, dtype=torch.float64, device=device)
+    lengths = torch.full((count,), cap, device=device)
+    truncated = torch.ones(count, dtype=torch.bool, device=device)
+
+    running = torch.arange(count, device=device)
+    inputs, cache, attention_mask = prompt_ids, None, prompt_mask.long()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    for t in range(cap):
+        output = model(
+            input_ids=inputs,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits = distribution(output.logits[:, -1])
+        token, logprob = draw_token(logits if t else logits[rows], uniforms[running, t])
+        ids[running, t], logprobs[running, t] = token, logprob.double()
+        stopped = torch.isin(token, stop)
+        lengths[running] = torch.where(stopped, t + 1, lengths[running])
+        truncated[running] = ~stopped
+
+        going = (~stopped).nonzero().squeeze(-1)  # the one synchronisation per token
+        if len(going) == 0 or t + 1 == cap:
+            break
+        kept, cache = going if t else rows[going], output.past_key_values
+        if t == 0 or len(going) < len(running):
+            cache.reorder_cache(kept)  # the one selection of rows that every kind of cache has
+        running, inputs = running[going], token[going, None]
+        attention_mask, positions = attention_mask[kept], positions[kept, -1:] + 1
+        attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=1)
+    return Samples(ids, logprobs.to(logits.dtype), lengths, truncated)
+
+
 def sample(
     model,
     prompt_ids: Tensor,
@@ -253,48 +315,17 @@ def sample(
     generator: torch.Generator,
     temperature: float = 1.0,
 ) -> Samples:
-    """Draw one completion per row from the tempered policy, with a key-value cache (section 1).
+    """Draw one completion per row of ``prompt_ids`` ``[B, P]`` from the tempered policy, as `complete` (section 1).
 
-    ``prompt_ids`` int64 and ``prompt_mask`` bool ``[B, P]``, left-padded. ``generator`` is a CPU generator. A row ends
-    with the first of ``stop_ids`` that it samples, or at ``max_new_tokens``.
+    ``generator`` is a CPU generator; all its numbers are drawn before the first token.
     """
-    rows, device = len(prompt_ids), prompt_ids.device
-    stop = torch.tensor(stop_ids, device=device)
-    uniforms = torch.rand(rows, max_new_tokens, generator=generator, dtype=torch.float64).to(device)
-    ids = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(rows, max_new_tokens, dtype=torch.float32, device=device)
-    lengths = torch.full((rows,), max_new_tokens, device=device)
-    truncated = torch.ones(rows, dtype=torch.bool, device=device)
-
-    running = torch.arange(rows, device=device)
-    inputs, cache = prompt_ids, None
-    attention_mask = prompt_mask.long()
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    for t in range(max_new_tokens):
-        output = model(
-            input_ids=inputs,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        token, logprob = draw_token(tempered(output.logits[:, -1], temperature), uniforms[running, t])
-        ids[running, t], logprobs[running, t] = token, logprob.float()
-        stopped = torch.isin(token, stop)
-        lengths[running] = torch.where(stopped, t + 1, lengths[running])
-        truncated[running] = ~stopped
-
-        going = (~stopped).nonzero().squeeze(-1)  # the one synchronisation per token
-        if len(going) == 0:
-            break
-        cache = output.past_key_values
-        if len(going) < len(running):
-            cache.batch_select_indices(going)
-        running, attention_mask, positions = running[going], attention_mask[going], positions[going, -1:] + 1
-        inputs = token[going, None]
-        attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=1)
-    return Samples(ids, logprobs, lengths, truncated)
+    uniforms = torch.rand(len(prompt_ids), max_new_tokens, generator=generator, dtype=torch.float64)
+    device = prompt_ids.device
+    rows = torch.arange(len(prompt_ids), device=device)
+    tempering = partial(tempered, temperature=temperature)
+    return complete(
+        model, prompt_ids, prompt_mask, rows, uniforms.to(device), stop_ids=stop_ids, distribution=tempering
+    )
 
 
 def addition_reward(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lmrl.baselines import group_advantages
-from lmrl.batch import Rollouts, micro_batches
+from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.config import TrainConfig, check_config
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, json_line, rollout_metrics, summarise
@@ -39,7 +39,8 @@ __all__ = [
     "grade",
     "estimate_advantages",
     "loss_mask",
-    "score_reference",
+    "token_budget",
+    "score",
     "rows_with_gradient",
     "micro_batch_pass",
     "token_metrics",
@@ -96,14 +97,19 @@ def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
     return rollouts.mask & rows[:, None]
 
 
+def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
+    """Padded tokens per forward pass: ``per_device_train_batch_size`` completions of full length (section 16)."""
+    return config.per_device_train_batch_size * (rollouts.prompt_ids.shape[1] + config.max_completion_length)
+
+
 @torch.no_grad()
-def score_reference(rollouts: Rollouts, reference, temperature: float, size: int) -> Rollouts:
-    """The rollouts with ``ref_logprobs`` ``[B, T]`` of the frozen ``reference``, ``size`` rows at a time (section 16)."""
-    pieces = [
-        token_logprobs(reference, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
-        for piece in map(rollouts.select, torch.arange(len(rollouts)).split(size))
-    ]
-    return replace(rollouts, ref_logprobs=torch.cat(pieces))
+def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
+    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16)."""
+    positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
+    logprobs = torch.zeros_like(rollouts.sampler_logprobs)
+    for piece, at in micro_batches(rollouts, positions, max_tokens):
+        logprobs.put_(at, token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature))
+    return logprobs
 
 
 def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tensor:
@@ -227,8 +233,8 @@ class Trainer:
         rollouts = estimate_advantages(rollouts, config.scale_rewards)
         graded = time.perf_counter()
         if config.beta != 0.0:
-            size = config.per_device_train_batch_size
-            rollouts = score_reference(rollouts, self.reference, config.temperature, size)
+            budget = token_budget(rollouts, config)
+            rollouts = replace(rollouts, ref_logprobs=score(self.reference, rollouts, config.temperature, budget))
         learning = self.update(rollouts)
         updated = time.perf_counter()
         self.sampler.sync(self.model)
@@ -252,10 +258,8 @@ class Trainer:
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
         trained = rows_with_gradient(rollouts, weights, config.beta)
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
-        width = rollouts.prompt_ids.shape[1] + config.max_completion_length
-        budget = config.per_device_train_batch_size * width  # padded tokens
-        pieces = list(micro_batches(rollouts.select(trained), weights[trained], budget))
-        summaries = []
+        pieces = list(micro_batches(rollouts.select(trained), weights[trained], token_budget(rollouts, config)))
+        padding, summaries = padding_share(pieces), []
         for _ in range(config.num_iterations):
             self.optimizer.zero_grad()
             loss, passes = 0.0, []
@@ -272,7 +276,7 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap", "kl_ref") if name in summaries[0]}
-        return {**summaries[-1], **first, "learning_rate": rate}
+        return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
 
 
 @dataclass(frozen=True)

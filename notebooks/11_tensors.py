@@ -34,11 +34,13 @@
 # Three of these lines deserve a closer look: the mask, the weights, and the memory that the fifth line would like to use.
 
 # %%
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -51,10 +53,12 @@ from lmrl.policy import (
     Samples,
     addition_problems,
     addition_reward,
+    complete,
+    completion_inputs,
     completion_texts,
     length_mask,
     pad_left,
-    sample,
+    tempered,
     token_logprobs,
     warm_start_folder,
 )
@@ -217,12 +221,77 @@ class Sampler(Protocol):
         """Take over the weights of ``model``."""
 
 
+# %% [markdown]
+# **Which distribution?** A policy at temperature $\tau$ is the softmax of the logits over $\tau$. Three more settings cut off
+# its tail: `top_k` keeps the $k$ likeliest tokens, `top_p` the likeliest ones that together reach the probability $p$, and
+# `min_p` those with at least the fraction `min_p` of the largest probability. What is left is normalised again, and that
+# *is* the distribution that is sampled from; its log-probs are what a sampler must report. Scoring such a completion with
+# the full softmax gives smaller numbers, for another policy.
+
+
+# %% tags=["export:rollout"]
+def truncate(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """Logits ``[B, V]``, already tempered, with -inf on every token that the settings cut off (section 11).
+
+    In transformers' order: top_k (0 keeps all), then top_p of what is left, then min_p. (vLLM applies min_p first, which
+    differs only together with top_p.) Tokens tied at top_k's edge are all kept; the likeliest token always is.
+    """
+    if top_k:
+        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if top_p < 1:
+        ordered, order = logits.sort()
+        tail = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        tail[:, -1] = False
+        logits = logits.masked_fill(torch.empty_like(tail).scatter_(1, order, tail), -math.inf)
+    if min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -math.inf)
+    return logits
+
+
+# %%
+logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+for settings in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.2}):
+    probs = truncate(logits, **settings).softmax(-1)[0]
+    print(settings, [round(p, 3) for p in probs.tolist()])
+assert torch.allclose(truncate(logits, top_k=2).softmax(-1), torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
+
+# %% [markdown]
+# **Which random numbers?** One row of uniform numbers decides a completion (section 1). If the rows were dealt out in the
+# order of the batch, a completion would change with the company it keeps: one more prompt in front, and all are different.
+# So the numbers of a completion are those of its *seed, prompt and sample index*. Batches can then be split, reordered or
+# extended, and every completion stays what it was. A prompt that occurs twice in a call gets the next sample indices, not the
+# same completions twice.
+
+
+# %% tags=["export:rollout"]
+def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_length: int, seed: int) -> torch.Tensor:
+    """Random numbers in [0, 1) for ``num_generations`` completions of each prompt, float64 ``[B, T]`` (section 11).
+
+    A row depends on seed, prompt, sample index and T alone. The k-th occurrence of a prompt continues its sample index.
+    """
+    streams, drawn = {}, []
+    for prompt in map(tuple, prompts):
+        if prompt not in streams:
+            digest = hashlib.sha256(repr((seed, prompt)).encode()).digest()
+            streams[prompt] = np.random.default_rng(int.from_bytes(digest, "big"))
+        drawn.append(streams[prompt].random((num_generations, max_completion_length)))
+    return torch.from_numpy(np.concatenate(drawn))
+
+
+# %% [markdown]
+# The sampler reads each *distinct* prompt once, whatever the number of its completions.
+
+
+# %% tags=["export:rollout"]
 @dataclass(frozen=True)
 class TorchSampler:
-    """Generates with section 1's decode loop from ``model`` itself; one batch for all rows of a call (section 11).
+    """Generates with section 1's `complete` from ``model`` itself, any causal model, all rows at once (section 11).
 
-    The same prompts, seed and weights give the same rollouts. Raises ValueError as `require_fit`, and FloatingPointError
-    when the model's log-probs are not finite.
+    ``temperature`` comes first, then `truncate`; the log-probs are those of the distribution so made. A completion is
+    decided by weights, settings, seed, prompt and sample index, and not by its batch. Raises ValueError for settings or
+    prompts that make no sense and as `require_fit`, FloatingPointError when the model's log-probs are not finite.
     """
 
     model: torch.nn.Module
@@ -230,26 +299,56 @@ class TorchSampler:
     pad_id: int
     max_completion_length: int
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self):
+        if self.max_completion_length < 1:
+            raise ValueError(
+                f"max_completion_length is {self.max_completion_length}; a completion has at least 1 token"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; choose it above 0 (top_k=1 is greedy)")
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(
+                f"top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}: choose top_k from 0 (off), top_p in (0, 1] "
+                "and min_p in [0, 1]"
+            )
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits ``[B, V]`` that are sampled from, in at least float32."""
+        return truncate(tempered(logits, self.temperature), self.top_k, self.top_p, self.min_p)
 
     def generate(self, prompts: list[list[int]], num_generations: int, seed: int) -> Rollouts:
-        group = torch.arange(len(prompts)).repeat_interleave(num_generations)
-        prompt_ids, prompt_mask = pad_left([prompts[g] for g in group.tolist()], self.pad_id)
+        if not prompts or not all(prompts) or num_generations < 1:
+            shortest = min(map(len, prompts), default=0)
+            raise ValueError(
+                f"generate: {len(prompts)} prompts, the shortest of {shortest} tokens, {num_generations} completions each; "
+                "give at least one of each"
+            )
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        prompt_ids, prompt_mask = pad_left([list(prompt) for prompt in place], self.pad_id)
         require_fit(self.model, prompt_ids, self.max_completion_length)
+        group = torch.arange(len(prompts)).repeat_interleave(num_generations)
+        rows = torch.tensor([place[tuple(prompt)] for prompt in prompts])[group]
+        uniforms = row_uniforms(prompts, num_generations, self.max_completion_length, seed)
         device = next(self.model.parameters()).device
-        samples = sample(
+        prompt_ids, prompt_mask, rows = prompt_ids.to(device), prompt_mask.to(device), rows.to(device)
+        samples = complete(
             self.model,
-            prompt_ids.to(device),
-            prompt_mask.to(device),
-            max_new_tokens=self.max_completion_length,
+            prompt_ids,
+            prompt_mask,
+            rows,
+            uniforms.to(device),
             stop_ids=self.stop_ids,
-            generator=torch.Generator().manual_seed(seed),
-            temperature=self.temperature,
+            distribution=self.distribution,
         )
         if not samples.logprobs.isfinite().all():
             raise FloatingPointError(
                 "the model's log-probs are not finite: look at its weights, lower learning_rate or raise temperature"
             )
-        return rollouts_from_samples(prompt_ids.to(device), prompt_mask.to(device), group.to(device), samples)
+        return rollouts_from_samples(prompt_ids[rows], prompt_mask[rows], group.to(device), samples)
 
     def sync(self, model) -> None:
         """Nothing to do: ``model`` is the one that samples."""
@@ -307,10 +406,10 @@ assert by_comparing_ids.int().tolist()[0] == [1, 1, 0, 0, 0]  # the sampled end-
 # The function below returns the weights of a *whole optimiser step*. A micro-batch later takes its rows of them. A mean
 # of micro-batch means would be something else whenever the micro-batches hold different numbers of tokens; weights that
 # were fixed before the split cannot make that mistake. (TRL's `bnpo` is the token mean over the local micro-batch; with
-# the normalisation made once per step, it is `dapo`.)
+# the normalisation made once per step it is `dapo`, and the name is understood as that.)
 
 # %% tags=["export:loss"]
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo")  # those that differ
 
 
 def token_weights(mask: Tensor, loss_type: str, max_completion_length: int) -> Tensor:
@@ -318,13 +417,13 @@ def token_weights(mask: Tensor, loss_type: str, max_completion_length: int) -> T
 
     ``mask`` bool ``[B, T]`` covers the whole step: all micro-batches. Rows without a token leave the denominators too.
     Weights sum to 1 for "grpo" (Shao et al., 2024) and "dapo" (Yu et al., 2025), to at most 1 for "dr_grpo" (Liu et
-    al., 2025), and to 0 for an empty mask. Raises ValueError for another ``loss_type``.
+    al., 2025), and to 0 for an empty mask. "bnpo" is another name for "dapo". Raises ValueError for another ``loss_type``.
     """
     tokens = mask.sum(1, keepdim=True)
     rows = (tokens > 0).sum()
     if loss_type == "grpo":
         total = rows * tokens
-    elif loss_type == "dapo":
+    elif loss_type in ("dapo", "bnpo"):
         total = tokens.sum()
     elif loss_type == "dr_grpo":
         total = rows * max_completion_length
@@ -387,12 +486,14 @@ def policy_loss(
     """The negative weighted sum of the surrogate less ``beta`` times the KL penalty, a scalar (section 11).
 
     All tensors are ``[B, T]``; ``weights`` are rows of `token_weights` for the whole step, so that the losses of
-    micro-batches add up to the loss of the step. Where the weight is 0, nothing else is looked at. ``ref_logprobs`` is
-    needed when ``beta`` is not 0, ValueError otherwise. Schulman et al., 2017; Shao et al., 2024.
+    micro-batches add up to the loss of the step. Where the weight is 0, nothing else is looked at. ``ratio(logprobs,
+    old_logprobs, counts)`` also learns which tokens count, for a ratio over whole rows. ``ref_logprobs`` is needed when
+    ``beta`` is not 0, ValueError otherwise. Schulman et al., 2017; Shao et al., 2024.
     """
     counts = weights > 0
     logprobs, old_logprobs = torch.where(counts, logprobs, 0.0), torch.where(counts, old_logprobs, 0.0)
-    terms = surrogate(ratio(logprobs, old_logprobs), torch.where(counts, advantages, 0.0), epsilon, epsilon_high)
+    ratios = ratio(logprobs, old_logprobs, counts)
+    terms = surrogate(ratios, torch.where(counts, advantages, 0.0), epsilon, epsilon_high)
     if beta != 0.0:
         if ref_logprobs is None:
             raise ValueError(f"policy_loss: beta is {beta} but ref_logprobs is None; score with the reference first")
@@ -506,9 +607,437 @@ print(f"{size / 1e9:.0f} GB of logits, for {256 * 4096 * 4 / 1e6:.0f} MB of log-
 assert round(size / 1e9) == 268
 
 # %% [markdown]
-# In our tiny model $V = 15$ and nothing happens. For a real vocabulary this section will get a version that never holds
-# the logits; `token_logprobs` stays as its oracle.
+# ## Log-probs without the logits
 #
+# In our tiny model $V = 15$ and nothing happens. For a real vocabulary the logits are the largest tensor of the step,
+# and of each of their rows we want two numbers. Let $h\in\mathbb R^D$ be the hidden state at one position, after the
+# last layer of the network, and $W\in\mathbb R^{V\times D}$ the output head. With $z = Wh$ (tempered, where
+# $\tau\ne1$), the target $y$ and $p=\mathrm{softmax}(z)$,
+#
+# $$\log p_y = z_y - \ell,\qquad \ell = \log\sum_v e^{z_v},\qquad
+# H = -\sum_v p_v\log p_v = \ell - \sum_v p_v z_v .$$
+#
+# First the head itself. A few published models scale or bend their logits, and that belongs to the policy just as the
+# temperature does.
+
+
+# %% tags=["export:logprobs"]
+@dataclass(frozen=True)
+class OutputHead:
+    """From hidden states to logits: ``x = scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(x / softcap)``.
+
+    weight float ``[V, D]``; bias float ``[V]`` or None; softcap None where the logits are not capped (section 11).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def tile(self, columns: slice) -> "OutputHead":
+        """The head of the tokens ``columns`` of the vocabulary alone."""
+        return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
+
+
+def output_head(model) -> OutputHead:
+    """The output head of an ``AutoModelForCausalLM`` (section 11).
+
+    Knows the scales of Cohere (``logit_scale``), Granite (``logits_scaling``) and Falcon-H1 (``lm_head_multiplier``) and
+    the soft caps of Gemma and RecurrentGemma. ValueError if the head is not a linear layer. Whether there is something
+    else between the hidden states and the logits, `require_output_head` finds out.
+    """
+    layer, config = model.get_output_embeddings(), model.config.get_text_config()
+    if not isinstance(layer, torch.nn.Linear):
+        raise ValueError(f"{type(model).__name__}: the output head is a {type(layer).__name__}, not a linear layer")
+    factors = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
+    scale = math.prod(factor for factor in factors if factor is not None) / getattr(config, "logits_scaling", 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return OutputHead(layer.weight, layer.bias, scale, softcap)
+
+
+# %% [markdown]
+# All three sums can be taken over the vocabulary in pieces, called **tiles**. Keep, for the tiles seen so far, the
+# largest logit $m$ and
+#
+# $$s=\sum_v e^{z_v-m},\qquad u=\sum_v z_v\,e^{z_v-m}.$$
+#
+# When a tile raises the maximum to $m'$, both are multiplied by $e^{m-m'}$ and the tile's own terms are added. At the
+# end $\ell = m+\log s$ and $H = \ell - u/s$. This is the online softmax (Milakov and Gimelshein, 2018). The logits of a
+# tile can be forgotten as soon as they are folded in.
+
+
+# %% tags=["export:logprobs"]
+_ = torch.ones(1).exp().log()  # MKL's first exp of a process, if it is a large one, can be a coarse one
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for every other float (section 11)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix ``a @ b``, summed and returned in at least float32 (section 11)."""
+    dtype = at_least_float32(b.dtype)
+    if b.is_cuda and b.dtype != dtype:
+        return torch.mm(a.to(b.dtype), b, out_dtype=dtype)
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def tile_logits(hidden: Tensor, head: OutputHead, temperature: float) -> Tensor:
+    """Tempered logits of ``hidden [n, D]`` under the head of one tile, float32 (float64 stays) ``[n, v]`` (section 11)."""
+    logits = product(hidden, head.weight.T)
+    if head.bias is not None:
+        logits += head.bias
+    if head.softcap is not None:
+        return logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / temperature)
+    return logits if head.scale == temperature else logits.mul_(head.scale / temperature)
+
+
+def pick(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """For targets counted from a tile's first token: index into the tile ``[n, 1]``, and is the target there ``[n]``."""
+    return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)
+
+
+def fold(logits: Tensor, targets: Tensor, sums: Tensor) -> None:
+    """Add a tile ``logits [n, v]`` to ``sums [4, n]`` in place: m, s, u and the target's logit (section 11).
+
+    ``targets`` int64 ``[n]`` count from the tile's first token. Milakov and Gimelshein, 2018.
+    """
+    m, s, u, z = sums
+    index, here = pick(targets, logits.shape[1])
+    z.copy_(torch.where(here, logits.gather(1, index)[:, 0], z))
+    higher = torch.maximum(m, logits.amax(1))
+    shrink, terms = (m - higher).exp_(), (logits - higher[:, None]).exp_()
+    s.mul_(shrink).add_(terms.sum(1))
+    u.mul_(shrink).add_(terms.mul_(logits).sum(1))
+    m.copy_(higher)
+
+
+def empty_sums(hidden: Tensor) -> Tensor:
+    """What `fold` starts from: no tile seen, ``[4, N]``."""
+    sums = torch.zeros(4, len(hidden), dtype=at_least_float32(hidden.dtype), device=hidden.device)
+    sums[0] = -math.inf
+    return sums
+
+
+def summary(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy, and log-sum-exp, each ``[N]``, from the sums over all tiles (section 11)."""
+    m, s, u, z = sums
+    logsumexp = m + s.log()
+    return z - logsumexp, logsumexp - u / s, logsumexp
+
+
+# %% [markdown]
+# Now backwards. Differentiating the three formulas,
+#
+# $$\frac{\partial \log p_y}{\partial z_v} = \mathbb 1[v=y] - p_v,\qquad
+# \frac{\partial H}{\partial z_v} = -p_v\,(\log p_v + H).$$
+#
+# Both need only $z_v$, $\ell$ and $H$. So a tile's gradient follows from its logits alone, and if those were forgotten,
+# they are computed again.
+
+
+# %% tags=["export:logprobs"]
+def tile_gradient(
+    logits: Tensor, targets: Tensor, entropy: Tensor, logsumexp: Tensor, slopes: tuple, head: OutputHead, temperature
+) -> Tensor:
+    """Gradient of the loss to ``hidden @ weight.T + bias`` for one tile, ``[n, v]``; ``logits`` are used up (section 11).
+
+    ``slopes`` are the derivatives of the loss to log-probs and entropy, ``[n]``; the second is None if it is zero.
+    """
+    d_logprob, d_entropy = slopes
+    bend = None if head.softcap is None else 1 - (logits * (temperature / head.softcap)).square_()
+    index, here = pick(targets, logits.shape[1])
+    logp = logits.sub_(logsumexp[:, None])
+    if d_entropy is None:
+        gradient = logp.exp_().mul_(-d_logprob[:, None])
+    else:
+        factor = (logp + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprob[:, None])
+        gradient = factor.mul_(logp.exp_()).neg_()
+    gradient.scatter_add_(1, index, torch.where(here, d_logprob, 0.0)[:, None])
+    if bend is not None:
+        gradient.mul_(bend)
+    return gradient if head.scale == temperature else gradient.mul_(head.scale / temperature)
+
+
+# %% [markdown]
+# Two operators are made of these pieces. The first returns log-probs and entropies and knows nothing of the loss; in
+# the backward pass each tile is computed a second time. That costs four products of size $NDV$ where materialised logits
+# cost three, and no memory beyond a tile and the gradients themselves.
+#
+# Tiles of the vocabulary are the outer loop, blocks of tokens the inner one: so each piece of $W$ is read once, and each
+# piece of its gradient written once. The weight gradient of a frozen head is not computed.
+
+
+# %% tags=["export:logprobs"]
+def tile_shape(vocabulary: int) -> tuple[int, int]:
+    """Tokens and vocabulary entries of one tile (section 11)."""
+    return 2048, min(vocabulary, 4096)
+
+
+def pieces(total: int, size: int) -> list[slice]:
+    """Consecutive slices of at most ``size`` that cover ``range(total)``."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class Gradients:
+    """The gradients that are wanted to hidden states, weight and bias, summed in at least float32 (section 11)."""
+
+    def __init__(self, hidden: Tensor, head: OutputHead, wanted: tuple[bool, ...]):
+        self.hidden, self.head = hidden, head
+        dtype = at_least_float32(head.weight.dtype)
+        self.inputs = [x if want else None for x, want in zip((hidden, head.weight, head.bias), wanted)]
+        self.sums = [None if x is None else torch.zeros_like(x, dtype=dtype) for x in self.inputs]
+
+    def add(self, gradient: Tensor, rows: slice, columns: slice) -> None:
+        """Add what follows from the ``gradient [n, v]`` of one tile."""
+        d_hidden, d_weight, d_bias = self.sums
+        if d_hidden is not None:
+            d_hidden[rows] += product(gradient, self.head.weight[columns])
+        if d_weight is not None:
+            d_weight[columns] += product(gradient.T, self.hidden[rows])
+        if d_bias is not None:
+            d_bias[columns] += gradient.sum(0)
+
+    def finished(self) -> list[Tensor | None]:
+        """Each sum in the dtype of its input, None where it is not wanted."""
+        return [None if x is None else total.to(x.dtype) for x, total in zip(self.inputs, self.sums)]
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """`fused_logprobs` for autograd: a tile's logits are computed in the forward pass and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale):
+        head, sums = OutputHead(weight, bias, scale, softcap), empty_sums(hidden)
+        tokens, width = tile_shape(len(weight))
+        for columns in pieces(len(weight), width):
+            tile = head.tile(columns)
+            for rows in pieces(len(hidden), tokens):
+                logits = tile_logits(hidden[rows], tile, temperature)
+                fold(logits, targets[rows] - columns.start, sums[:, rows])
+        logprobs, entropy, logsumexp = summary(sums)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, logsumexp)
+        ctx.temperature, ctx.softcap, ctx.scale = temperature, softcap, scale
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_logprobs, d_entropy):
+        hidden, weight, bias, targets, entropy, logsumexp = ctx.saved_tensors
+        d_logprobs = torch.zeros_like(entropy) if d_logprobs is None else d_logprobs
+        head = OutputHead(weight, bias, ctx.scale, ctx.softcap)
+        gradients = Gradients(hidden, head, ctx.needs_input_grad[:3])
+        tokens, width = tile_shape(len(weight))
+        for columns in pieces(len(weight), width):
+            tile = head.tile(columns)
+            for rows in pieces(len(hidden), tokens):
+                logits = tile_logits(hidden[rows], tile, ctx.temperature)
+                slopes = d_logprobs[rows], None if d_entropy is None else d_entropy[rows]
+                arguments = targets[rows] - columns.start, entropy[rows], logsumexp[rows], slopes
+                gradients.add(tile_gradient(logits, *arguments, tile, ctx.temperature), rows, columns)
+        return *gradients.finished(), None, None, None, None
+
+
+def check_tokens(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """ValueError unless hidden is ``[N, D]``, weight ``[V, D]`` and targets ``[N]`` within ``[0, V)``."""
+    if hidden.ndim != 2 or hidden.shape[1:] != weight.shape[1:] or hidden.shape[:1] != targets.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
+        raise ValueError(f"hidden, weight and targets have shapes {shapes}; expected [N, D], [V, D] and [N]")
+    if len(targets) and not (targets.min() >= 0 and targets.max() < len(weight)):
+        raise ValueError(
+            f"targets run from {targets.min()} to {targets.max()}, the vocabulary has {len(weight)} tokens"
+        )
+
+
+def fused_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of its distribution in nats, both ``[N]``, without the logits (section 11).
+
+    ``hidden`` float ``[N, D]``, ``weight`` float ``[V, D]``, ``targets`` int64 ``[N]``, ``bias`` float ``[V]``; the other
+    arguments as in `OutputHead`. Results are float32 (float64 stays) for any input, and both can be differentiated, once,
+    with respect to hidden, weight and bias. N may be 0. ValueError for shapes that do not fit and targets outside
+    ``[0, V)``. Milakov and Gimelshein, 2018; Wijmans et al., 2024, who fuse the cross-entropy alone.
+    """
+    check_tokens(hidden, weight, targets)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return FusedLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, scale)
+
+
+# %% [markdown]
+# The second operator needs to know the loss, and is faster. If the loss is a sum of terms, one per token, each made of
+# that token's log-prob and entropy, then a block of tokens can be finished at once: logits, log-probs, the derivatives
+# $\partial L/\partial\log p_y$ and $\partial L/\partial H$ of its tokens, gradients, next block. Nothing is computed
+# twice. All gradients are ready when the forward pass ends, and the backward pass only hands them out. (Liger does this for
+# several losses, each written out by hand.)
+#
+# The policy loss below is such a sum, because old log-probs, advantages and weights of the step are known beforehand. No
+# formula is written twice for it: the derivatives of $L$ with respect to the $n$ log-probs and entropies of a block are
+# autograd's, and only the way from there to the parameters is ours.
+
+
+# %% tags=["export:logprobs"]
+def token_slopes(token_loss: Callable, logprobs: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, tuple]:
+    """``token_loss`` of some tokens, a scalar, and its derivatives to their log-probs and entropies, ``[n]``."""
+    with torch.enable_grad():
+        leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        loss = token_loss(*leaves, rows)
+        d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.detach(), (torch.zeros_like(logprobs) if d_logprobs is None else d_logprobs, d_entropy)
+
+
+class FusedTokenLoss(torch.autograd.Function):
+    """`fused_token_loss` for autograd: the forward pass computes the gradients, the backward pass returns them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, token_loss, temperature, softcap, scale, differentiate):
+        head = OutputHead(weight, bias, scale, softcap)
+        gradients = Gradients(hidden, head, [differentiate and need for need in ctx.needs_input_grad[:3]])
+        loss, sums = hidden.new_zeros((), dtype=at_least_float32(hidden.dtype)), empty_sums(hidden)
+        results = torch.empty_like(sums[:2])
+        tokens, width = loss_tile_shape(len(weight))
+        for rows in pieces(len(hidden), tokens):
+            tiles = []
+            for columns in pieces(len(weight), width):
+                tiles.append((columns, tile_logits(hidden[rows], head.tile(columns), temperature)))
+                fold(tiles[-1][1], targets[rows] - columns.start, sums[:, rows])
+            logprobs, entropy, logsumexp = summary(sums[:, rows])
+            results[0, rows], results[1, rows] = logprobs, entropy
+            term, slopes = token_slopes(token_loss, logprobs, entropy, rows)
+            loss += term
+            for columns, logits in tiles:
+                arguments = targets[rows] - columns.start, entropy, logsumexp, slopes, head, temperature
+                gradients.add(tile_gradient(logits, *arguments), rows, columns)
+        ctx.gradients = gradients.finished()
+        ctx.mark_non_differentiable(results)
+        return loss, results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_loss, _):
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of fused_token_loss were handed out by the first backward pass")
+        if d_loss != 1:
+            gradients = [None if gradient is None else gradient.mul_(d_loss) for gradient in gradients]
+        return *gradients, None, None, None, None, None, None
+
+
+def loss_tile_shape(vocabulary: int) -> tuple[int, int]:
+    """Tokens of one block of `fused_token_loss`, and vocabulary entries of one tile (section 11)."""
+    return 256 if vocabulary <= 65536 else 128, min(vocabulary, 4096)
+
+
+def fused_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[[Tensor, Tensor, slice], Tensor],
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss that is a sum over tokens, and the log-probs and entropies it was made of, without the logits (section 11).
+
+    ``token_loss(logprobs [n], entropy [n], rows)`` gives the summed loss of the tokens ``rows``, a slice of ``range(N)``,
+    differentiable by autograd. Returns the loss (scalar), log-probs ``[N]`` and entropies ``[N]``, the last two detached,
+    in float32 (float64 stays). The gradients are computed in this call and can be handed out once. Other arguments and
+    errors as in `fused_logprobs`. N may be 0.
+    """
+    check_tokens(hidden, weight, targets)
+    differentiate = torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        arguments = hidden, weight, bias, targets, token_loss, temperature, softcap, scale, differentiate
+        loss, (logprobs, entropy) = FusedTokenLoss.apply(*arguments)
+    return loss, logprobs, entropy
+
+
+# %% [markdown]
+# For a model, then: the backbone is called for hidden states, the head is not called at all, and only positions that the
+# mask selects are projected. Prompts and padding never meet the vocabulary.
+
+
+# %% tags=["export:logprobs"]
+def hidden_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor) -> Tensor:
+    """What the output head of ``model`` sees for every completion token, ``[B, T, D]`` (section 11).
+
+    Aligned like `completion_logits`: entry ``[i, t]`` belongs to the distribution of token t. Arguments as there.
+    """
+    inputs = completion_inputs(prompt_ids, prompt_mask, completion_ids)
+    states = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return states[:, prompt_ids.shape[1] - 1 : -1]
+
+
+def completion_logprobs(
+    model,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of every completion token and entropy of its distribution, float32 ``[B, T]``, 0 off the mask (section 11).
+
+    ``mask`` bool ``[B, T]``; the other arguments as in `completion_logits`. Equals `token_logprobs` on the mask; both results
+    can be differentiated. Errors as in `output_head` and `fused_logprobs`.
+    """
+    head, hidden = output_head(model), hidden_states(model, prompt_ids, prompt_mask, completion_ids)
+    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
+    flat = fused_logprobs(hidden[mask], head.weight, completion_ids[mask], **settings)
+    return tuple(unflatten(values, mask) for values in flat)
+
+
+def completion_loss(
+    model,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    mask: Tensor,
+    token_loss: Callable[[Tensor, Tensor, slice], Tensor],
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss that is a sum over the tokens of ``mask``; log-probs and entropies ``[B, T]``, detached (section 11).
+
+    ``token_loss(logprobs [n], entropy [n], rows)`` as in `fused_token_loss`: ``rows`` is a slice of the flat list
+    ``values[mask]`` of tokens, row by row. Other arguments as in `completion_logprobs`.
+    """
+    head, hidden = output_head(model), hidden_states(model, prompt_ids, prompt_mask, completion_ids)
+    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
+    loss, *flat = fused_token_loss(hidden[mask], head.weight, completion_ids[mask], token_loss, **settings)
+    return loss, *(unflatten(values, mask) for values in flat)
+
+
+def unflatten(values: Tensor, mask: Tensor) -> Tensor:
+    """Put ``values [n]`` where ``mask [B, T]`` is True, row by row, and 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def require_output_head(model) -> None:
+    """ValueError unless `output_head` reproduces the logits of ``model``; a forward pass over three tokens (section 11)."""
+    ids = torch.arange(3, device=next(model.parameters()).device)[None]
+    prompt, completion = (ids[:, :2], torch.ones_like(ids[:, :2], dtype=torch.bool)), ids[:, 2:]
+    with torch.no_grad():
+        expected = token_logprobs(model, *prompt, completion)
+        found, _ = completion_logprobs(model, *prompt, completion, torch.ones_like(completion, dtype=torch.bool))
+    if (found - expected).abs().max() > 0.05 * expected.abs().max():
+        raise ValueError(
+            f"{type(model).__name__}: log-probs from hidden states and output head differ from the model's own, "
+            f"{found.item():.3f} and {expected.item():.3f}; does it transform its logits in a way that output_head does not know?"
+        )
+
+
+# %% [markdown]
 # ## The picture
 #
 # Left, the batch as the trainer sees it: which squares are state, which were chosen, and which are nothing. Right,
