@@ -74,12 +74,16 @@ transformers.utils.logging.disable_progress_bar()
 
 
 # %% tags=["export"]
-def importance_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+def importance_ratio(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
     """r = π(a) / π_old(a) of tokens that π_old sampled: two [B, T] -> [B, T], at least float32 (float64 stays).
 
-    One ratio per token. `old_logprobs` carries no gradient. Raises ValueError if the shapes differ. Section 10.
+    One ratio per token, and exactly 1 where `counts`, bool [B, T], is False. `old_logprobs` carries no gradient. Raises
+    ValueError if the shapes differ. Section 10.
     """
-    return log_ratio(logprobs, old_logprobs).exp()
+    difference = log_ratio(logprobs, old_logprobs)
+    return (difference if counts is None else torch.where(counts, difference, 0.0)).exp()
 
 
 # %% [markdown]

@@ -48,6 +48,11 @@ def test_weights_of_two_answers():
     assert token_weights(mask, "dr_grpo", 4).tolist() == [[0.125, 0, 0], [0.125] * 3]
 
 
+def test_bnpo_normalised_once_per_step_is_dapo():
+    mask = length_mask(torch.tensor([1, 3, 0]), 3)
+    assert torch.equal(token_weights(mask, "bnpo", 4), token_weights(mask, "dapo", 4))
+
+
 def test_unknown_loss_type_names_the_choices():
     with pytest.raises(ValueError, match="'sum'; choose one of grpo, dapo, dr_grpo"):
         token_weights(torch.ones(1, 1, dtype=torch.bool), "sum", 4)
@@ -75,6 +80,24 @@ def test_each_optimiser_step_is_normalised_by_its_own_tokens():
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_ratio_learns_which_tokens_count():
+    data, seen = batch([2, 0, 8]), []
+
+    def ratio(logprobs, old_logprobs, counts):
+        seen.append(counts)
+        return torch.ones_like(logprobs)
+
+    loss = policy_loss(
+        data["logprobs"],
+        data["old_logprobs"],
+        data["advantages"],
+        token_weights(data["mask"], "dapo", CAP),
+        ratio=ratio,
+    )
+    assert torch.equal(seen[0], data["mask"])
+    assert loss.item() == pytest.approx(-data["advantages"][data["mask"]].mean().item())
 
 
 def test_first_step_loss_is_minus_the_weighted_advantage():

@@ -156,7 +156,7 @@ def clipped_only(values, old_values, returns, clip):
         ("clipped_surrogate", tie_splitting, check_the_edges),
         ("clipped", by_ratio_alone, check_pitfall_23_clip_fraction),
         ("clipped", one_sided, check_pitfall_23_clip_fraction),
-        ("importance_ratio", lambda logprobs, old: (old - logprobs).exp(), check_pitfall_24_one_ratio_per_token),
+        ("importance_ratio", lambda logprobs, old, *_: (old - logprobs).exp(), check_pitfall_24_one_ratio_per_token),
         ("importance_ratio", per_sequence, check_pitfall_24_one_ratio_per_token),
         ("importance_ratio", always_one, check_pitfall_24_second_update_has_other_ratios),
         ("importance_ratio", lambda p, old: (p - old).detach().exp() + 0 * p, check_pitfall_24_second_update_has_other_ratios),
@@ -240,6 +240,15 @@ def test_ratios_are_at_least_float32(dtype, returned):
 def test_an_unmasked_nan_is_not_swallowed():
     ratio = torch.tensor([math.nan, 1.0])
     assert ppo.clipped_surrogate(ratio, torch.ones(2)).isnan().tolist() == [True, False]
+
+
+def test_a_ratio_that_does_not_count_is_1_and_is_never_looked_at():
+    logprobs = torch.tensor([[math.log(1.5), math.nan, 2000.0]], requires_grad=True)
+    counts = torch.tensor([[True, False, False]])
+    ratio = ppo.importance_ratio(logprobs, torch.zeros(1, 3), counts)
+    assert ratio.tolist() == [[pytest.approx(1.5), 1, 1]]
+    (slope,) = torch.autograd.grad(ratio.sum(), logprobs)
+    assert slope.tolist() == [[pytest.approx(1.5), 0, 0]]
 
 
 def test_gradcheck_of_the_ratio():
