@@ -106,10 +106,13 @@ def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
 def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
     """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16)."""
     positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
-    logprobs = torch.zeros_like(rollouts.sampler_logprobs)
+    places, values = [], []
     for piece, at in micro_batches(rollouts, positions, max_tokens):
-        logprobs.put_(at, token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature))
-    return logprobs
+        logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
+        places.append(at.flatten())
+        values.append(logprobs.flatten())
+    values = torch.cat(values)
+    return values.new_zeros(rollouts.mask.shape).put_(torch.cat(places), values)
 
 
 def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tensor:

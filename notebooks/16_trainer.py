@@ -49,7 +49,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lmrl.baselines import group_advantages
-from lmrl.batch import Rollouts, micro_batches
+from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.figures.style import COLORS, new_figure, show
 from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
 from lmrl.models import disable_dropout, load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
@@ -73,9 +73,9 @@ transformers.utils.logging.disable_progress_bar()
 # ## Settings
 #
 # A run is described by one frozen record. Where TRL has a name for a setting, this is the name. Two numbers deserve a
-# word. `per_device_train_batch_size` is the number of *completions* that go through the model at once;
-# times `gradient_accumulation_steps` it is the number of completions of one optimiser step, and that must hold whole
-# groups of `num_generations`.
+# word. `per_device_train_batch_size` is the number of *completions* that fit through the model at once if all are as long
+# as they may be; of shorter ones more go together (section 11). Times `gradient_accumulation_steps` it is the number of
+# completions of one optimiser step, and that must hold whole groups of `num_generations`.
 
 
 # %% tags=["export:config"]
@@ -99,9 +99,9 @@ class TrainConfig:
     max_steps: int = 800
     """Steps: batches that are generated and learned from."""
     per_device_train_batch_size: int = 512
-    """Completions that go through the model at once."""
+    """Completions of the greatest length that go through the model at once."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimiser step; changes memory, not the result."""
+    """Times as many completions per optimiser step, for the same memory."""
     num_generations: int = 4
     """Completions per prompt, G."""
     num_iterations: int = 2
@@ -279,18 +279,29 @@ def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
 # %% [markdown]
 # ## From advantages to a step
 #
-# **The reference**, if the KL penalty is on, scores the same ids once per batch.
+# **How much fits through the model at once?** Not a number of rows but an area, padding included: section 11 cuts by it.
+#
+# **Scoring.** The reference, if the KL penalty is on, gives a log-prob to every sampled token, once per batch. The
+# pieces are sorted by length, so each number is put back where its token stands.
 
 
 # %% tags=["export"]
+def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
+    """Padded tokens per forward pass: ``per_device_train_batch_size`` completions of full length (section 16)."""
+    return config.per_device_train_batch_size * (rollouts.prompt_ids.shape[1] + config.max_completion_length)
+
+
 @torch.no_grad()
-def score_reference(rollouts: Rollouts, reference, temperature: float, size: int) -> Rollouts:
-    """The rollouts with ``ref_logprobs`` ``[B, T]`` of the frozen ``reference``, ``size`` rows at a time (section 16)."""
-    pieces = [
-        token_logprobs(reference, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
-        for piece in map(rollouts.select, torch.arange(len(rollouts)).split(size))
-    ]
-    return replace(rollouts, ref_logprobs=torch.cat(pieces))
+def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
+    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16)."""
+    positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
+    places, values = [], []
+    for piece, at in micro_batches(rollouts, positions, max_tokens):
+        logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
+        places.append(at.flatten())
+        values.append(logprobs.flatten())
+    values = torch.cat(values)
+    return values.new_zeros(rollouts.mask.shape).put_(torch.cat(places), values)
 
 
 # %% [markdown]
@@ -491,8 +502,8 @@ class Trainer:
         rollouts = estimate_advantages(rollouts, config.scale_rewards)
         graded = time.perf_counter()
         if config.beta != 0.0:
-            size = config.per_device_train_batch_size
-            rollouts = score_reference(rollouts, self.reference, config.temperature, size)
+            budget = token_budget(rollouts, config)
+            rollouts = replace(rollouts, ref_logprobs=score(self.reference, rollouts, config.temperature, budget))
         learning = self.update(rollouts)
         updated = time.perf_counter()
         self.sampler.sync(self.model)
@@ -516,10 +527,8 @@ class Trainer:
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
         trained = rows_with_gradient(rollouts, weights, config.beta)
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
-        width = rollouts.prompt_ids.shape[1] + config.max_completion_length
-        budget = config.per_device_train_batch_size * width  # padded tokens
-        pieces = list(micro_batches(rollouts.select(trained), weights[trained], budget))
-        summaries = []
+        pieces = list(micro_batches(rollouts.select(trained), weights[trained], token_budget(rollouts, config)))
+        padding, summaries = padding_share(pieces), []
         for _ in range(config.num_iterations):
             self.optimizer.zero_grad()
             loss, passes = 0.0, []
@@ -536,7 +545,7 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap", "kl_ref") if name in summaries[0]}
-        return {**summaries[-1], **first, "learning_rate": rate}
+        return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
 
 
 # %% [markdown]

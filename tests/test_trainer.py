@@ -17,7 +17,7 @@ from lmrl.baselines import group_advantages
 from lmrl.config import TrainConfig
 from lmrl.figures.trainer import learning_curve
 from lmrl.loss import LOSS_TYPES
-from lmrl.policy import build_policy, build_tokenizer, is_number
+from lmrl.policy import build_policy, build_tokenizer, is_number, token_logprobs
 from lmrl.rewards import RewardError
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task
@@ -32,7 +32,9 @@ from lmrl.trainer import (
     loss_mask,
     rows_with_gradient,
     run,
+    score,
     shuffled_batches,
+    token_budget,
 )
 
 SMALL = TrainConfig(
@@ -88,6 +90,11 @@ def rollouts_of(trainer, seed=0):
     return estimate_advantages(grade(rollouts, trainer.tokenizer, chosen, trainer.task.reward), "group")
 
 
+def with_reference(trainer, rollouts):
+    budget = token_budget(rollouts, trainer.config)
+    return replace(rollouts, ref_logprobs=score(trainer.reference, rollouts, trainer.config.temperature, budget))
+
+
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
@@ -121,8 +128,8 @@ def test_a_separate_scoring_pass_gives_the_old_logprobs_to_the_last_bit():
     """The alias is not a shortcut: scoring once more before the update gives exactly ratio 1 as well."""
     trainer = make_trainer()
     rollouts = rollouts_of(trainer)
-    scored = trainer_module.score_reference(rollouts, trainer.model, 1.0, 32)
-    metrics = trainer.update(replace(rollouts, old_logprobs=scored.ref_logprobs))
+    scored = score(trainer.model, rollouts, 1.0, token_budget(rollouts, trainer.config))
+    metrics = trainer.update(replace(rollouts, old_logprobs=scored))
     assert metrics["ratio_error"] == 0.0
 
 
@@ -145,21 +152,44 @@ def test_second_pass_over_a_batch_has_other_ratios_and_the_same_old_logprobs(mon
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_accumulation_changes_nothing(loss_type, beta):
-    """Micro-batches of 32, 16, 8 and 5 rows of one step, ragged lengths, a last short one: the same parameters."""
-    results = {}
-    for size in (32, 16, 8, 5):
-        trainer = make_trainer(replace(SMALL, loss_type=loss_type, beta=beta), dtype=torch.float64)
+    """One step cut into ever smaller micro-batches, ragged lengths, two passes: the same parameters and metrics."""
+    results, cuts = {}, set()
+    for size in (32, 16, 5, 1):
+        config = replace(SMALL, loss_type=loss_type, beta=beta, num_iterations=2)
+        trainer = make_trainer(config, dtype=torch.float64)
         rollouts = rollouts_of(trainer)
-        trainer.config = replace(trainer.config, per_device_train_batch_size=size, num_generations=size)
+        trainer.config = replace(config, per_device_train_batch_size=size)
         if beta:
-            rollouts = trainer_module.score_reference(rollouts, trainer.reference, 1.0, size)
+            rollouts = with_reference(trainer, rollouts)
         assert rollouts.mask.sum(1).unique().numel() > 1
         metrics = trainer.update(rollouts)
+        cuts.add(metrics.pop("padding"))
         results[size] = (parameters(trainer), metrics)
-    for size in (16, 8, 5):
-        assert torch.allclose(results[size][0], results[32][0], atol=1e-9)
-        for name in ("loss", "grad_norm"):
-            assert results[size][1][name] == pytest.approx(results[32][1][name], rel=1e-6, abs=1e-9)
+    assert len(cuts) > 1
+    for size in (16, 5, 1):
+        assert torch.allclose(results[size][0], results[32][0], rtol=0, atol=1e-9)
+        assert results[size][1] == pytest.approx(results[32][1], rel=1e-5, abs=1e-9)
+
+
+def test_scores_stand_where_their_tokens_stand():
+    """Cut into single rows or not at all, sorted by length or not: every token has its own log-prob."""
+    trainer = make_trainer(dtype=torch.float64)
+    rollouts = rollouts_of(trainer)
+    expected = token_logprobs(trainer.model, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, 0.7)
+    for max_tokens in (1, 40, 10_000):
+        scores = score(trainer.model, rollouts, 0.7, max_tokens)
+        assert torch.allclose(scores[rollouts.mask], expected[rollouts.mask], rtol=0, atol=1e-12)
+        assert not scores.requires_grad
+
+
+def test_padding_is_logged():
+    trainer = make_trainer()
+    rollouts = replace(rollouts_of(trainer), advantages=torch.ones(32, 5))  # all rows have a gradient
+    used = rollouts.prompt_mask.sum() + rollouts.mask.sum()
+    area = rollouts.prompt_mask.numel() + rollouts.mask.numel()
+    assert trainer.update(rollouts)["padding"] == pytest.approx(1 - float(used / area))
+    trainer.config = replace(trainer.config, per_device_train_batch_size=1)
+    assert trainer.update(rollouts)["padding"] < 0.05
 
 
 def naive_update(model, reference, rollouts, config):
@@ -231,7 +261,8 @@ def test_an_update_is_the_formula_written_out(loss_type, settings):
     expected = naive_update(naive, reference, rollouts, config)
     trainer.config = replace(config, per_device_train_batch_size=5)
     if config.beta:
-        rollouts = trainer_module.score_reference(rollouts, reference, config.temperature, 5)
+        trainer.reference = reference
+        rollouts = with_reference(trainer, rollouts)
     metrics = trainer.update(rollouts)
     assert metrics["loss"] == pytest.approx(expected[-1][0], rel=1e-5, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected[-1][1], rel=1e-5)
@@ -307,7 +338,7 @@ def test_rows_without_gradient_may_be_left_out(beta, monkeypatch):
         rollouts = rollouts_of(trainer)
         advantages = torch.where(rollouts.group[:, None] % 2 == 0, 0.0, rollouts.advantages)
         if beta:
-            rollouts = trainer_module.score_reference(rollouts, trainer.reference, 1.0, 32)
+            rollouts = with_reference(trainer, rollouts)
         rows = trainer_module.rows_with_gradient(rollouts, rollouts.mask.float(), beta)
         trainer.update(replace(rollouts, advantages=advantages))
         results.append(parameters(trainer))
