@@ -5,10 +5,40 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["tied_groups", "frac_reward_zero_std"]
+from lmrl.batch import Rollouts, concatenate
+from lmrl.policy import completion_logits, pad_left
+from lmrl.rollout import Sampler
+
+__all__ = [
+    "reward_bits",
+    "tied_groups",
+    "frac_reward_zero_std",
+    "success_probability",
+    "mixed_probability",
+    "mixed_rows",
+    "DynamicBatch",
+    "dynamic_sampling",
+    "pass_at_k",
+    "Interval",
+    "interval_over_problems",
+    "think",
+    "next_token_logprobs",
+    "rpt_rewards",
+    "rlp_rewards",
+]
+
+
+def reward_bits(pass_rate: float | torch.Tensor) -> torch.Tensor:
+    """The most that a reward of 0 or 1 can tell, in bits: the entropy of a coin, float64 of the shape given. Section 13."""
+    p = torch.as_tensor(pass_rate, dtype=torch.float64)
+    return (torch.special.entr(p) + torch.special.entr(1 - p)) / math.log(2)
 
 
 def tied_groups(rewards: torch.Tensor, group: torch.Tensor, graded: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,3 +72,155 @@ def frac_reward_zero_std(rewards: torch.Tensor, group: torch.Tensor, graded: tor
     if graded is not None:
         tied = tied[torch.isin(group.unique(), group[graded])]
     return tied.double().mean().item() if len(tied) else 1.0
+
+
+def _checked_rate(pass_rate, size):
+    p, size = torch.as_tensor(pass_rate, dtype=torch.float64), torch.as_tensor(size)
+    if not ((p >= 0) & (p <= 1)).all() or not (size >= 1).all():
+        raise ValueError(f"pass rate {pass_rate} and group size {size.tolist()}: take 0 <= p <= 1 and at least 1")
+    return p, size
+
+
+def success_probability(pass_rate: float | torch.Tensor, size: int | torch.Tensor) -> torch.Tensor:
+    """P(at least one of `size` completions is right) = 1 - (1 - p)^G, float64; the arguments broadcast.
+
+    For a known pass rate this is pass@k with k = `size`. Raises ValueError for p outside [0, 1] and size below 1.
+    Section 13.
+    """
+    p, size = _checked_rate(pass_rate, size)
+    return -torch.expm1(size * torch.log1p(-p))
+
+
+def mixed_probability(pass_rate: float | torch.Tensor, size: int | torch.Tensor) -> torch.Tensor:
+    """P(a group of `size` holds a right and a wrong completion) = 1 - (1 - p)^G - p^G; as `success_probability`."""
+    p, size = _checked_rate(pass_rate, size)
+    rarer = torch.minimum(p, 1 - p)
+    return (-torch.expm1(size * torch.log1p(-rarer)) - rarer**size).clamp(min=0)
+
+
+def mixed_rows(rewards: torch.Tensor, group: torch.Tensor, graded: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows whose group is not tied, bool [B]; shapes and errors as in `tied_groups`. Section 13; Yu et al. 2025."""
+    return ~tied_groups(rewards, group, graded)[group.unique(return_inverse=True)[1]]
+
+
+@dataclass(frozen=True)
+class DynamicBatch:
+    """What `dynamic_sampling` returns (section 13). `rollouts`: the mixed groups to learn from, at most as many as were
+    asked for; `drawn`: all rollouts of all rounds, for metrics; `groups_drawn`: how many groups were paid for."""
+
+    rollouts: Rollouts
+    drawn: Rollouts
+    groups_drawn: int
+    rounds: int
+
+
+def dynamic_sampling(draw: Callable[[int], Rollouts], groups: int, max_rounds: int = 10) -> DynamicBatch:
+    """Draw `groups` groups at a time until `groups` of them are mixed, or `max_rounds` rounds are over.
+
+    `draw(groups)` returns graded `Rollouts` of that many *new* groups: other prompts, or another seed. The result's
+    rollouts are trimmed and their groups numbered from 0 in the order drawn; surplus groups of the last round are left
+    out. When the rounds run out it warns and returns the mixed groups that there are, possibly none. Raises ValueError
+    for numbers below 1 and for rollouts without rewards. Section 13; Yu et al., DAPO, 2025.
+    """
+    if groups < 1 or max_rounds < 1:
+        raise ValueError(f"groups is {groups} and max_rounds {max_rounds}; both must be at least 1")
+    parts, mixed = [], 0
+    while mixed < groups and len(parts) < max_rounds:
+        parts.append(draw(groups))
+        if parts[-1].rewards is None:
+            raise ValueError("draw returned rollouts without rewards; grade them before they are filtered")
+        mixed += int((~tied_groups(parts[-1].rewards, parts[-1].group, parts[-1].graded)).sum())
+    drawn = concatenate(parts)
+    groups_drawn = len(drawn.group.unique())
+    if mixed < groups:
+        warnings.warn(
+            f"{mixed} of {groups_drawn} groups are mixed after {max_rounds} rounds, and {groups} were asked for: choose "
+            "prompts nearer to a pass rate of one half, larger groups, or more rounds",
+            stacklevel=2,
+        )
+    labels = drawn.group[mixed_rows(drawn.rewards, drawn.group, drawn.graded)].unique()[:groups]
+    rollouts = concatenate([drawn.select(torch.isin(drawn.group, labels))])
+    used = rollouts.mask.any(0).nonzero()
+    return DynamicBatch(rollouts.trim(int(used.max()) + 1 if len(used) else 0), drawn, groups_drawn, len(parts))
+
+
+def pass_at_k(correct: torch.Tensor, samples: int | torch.Tensor, k: int) -> torch.Tensor:
+    """Unbiased estimate of pass@k for each problem, float64 [N]: 1 - C(n - c, k) / C(n, k).
+
+    correct [N], how many of a problem's samples are right; samples, how many there are, a number or [N]. Raises
+    ValueError for k below 1 or above the number of samples, and for counts outside 0 … n. Section 13; Chen et al.,
+    Evaluating Large Language Models Trained on Code, 2021.
+    """
+    c = torch.as_tensor(correct, dtype=torch.float64)
+    n = torch.as_tensor(samples, dtype=torch.float64).expand_as(c)
+    if not 1 <= k <= n.min():
+        raise ValueError(f"pass@{k} from {int(n.min())} samples per problem; take 1 <= k <= samples, or sample more")
+    if not ((c >= 0) & (c <= n)).all():
+        raise ValueError(
+            f"counts of right samples go from {int(c.min())} to {int(c.max())}, outside 0 … {int(n.min())}"
+        )
+    misses = c[..., None] / (n[..., None] - torch.arange(k))
+    return -torch.expm1(torch.log1p(-misses.clamp(max=1)).sum(-1))
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % interval (section 13)."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interval_over_problems(values: torch.Tensor) -> Interval:
+    """Mean of per-problem values in [0, 1], [N], with the 95 % interval for problems of the same kind. Section 13.
+
+    Wilson's interval with the variance of a coin scaled to the observed one (ddof 1), unscaled where all values are 0 or
+    all are 1, or N = 1. Raises ValueError for no values, or values outside [0, 1]. Wilson 1927.
+    """
+    values = values.double()
+    if len(values) == 0 or not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"{len(values)} values; give at least one, each in [0, 1] (NaN is not)")
+    mean = values.mean().item()
+    coin = mean * (1 - mean)
+    ratio = values.var().item() / coin if len(values) > 1 and coin > 0 else 1.0
+    z = 1.96**2 * ratio / len(values)
+    centre, half = (mean + z / 2) / (1 + z), math.sqrt(z * coin + z**2 / 4) / (1 + z)
+    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def think(sampler: Sampler, contexts: list[list[int]], num_generations: int, seed: int) -> list[list[int]]:
+    """Each context followed by a sampled thought: len(contexts) · num_generations token rows, a context's together.
+
+    The thought is what `sampler` writes after the context, up to its cap; a sampled stop token belongs to it. Section 13.
+    """
+    rollouts = sampler.generate(contexts, num_generations, seed)
+    rows = zip(rollouts.group.tolist(), rollouts.completion_ids, rollouts.mask, strict=True)
+    return [contexts[group] + ids[mask].tolist() for group, ids, mask in rows]
+
+
+@torch.no_grad()
+def next_token_logprobs(model, contexts: list[list[int]]) -> torch.Tensor:
+    """log π(· | context) for each of N contexts of token ids, [N, V], at least float32. Section 13."""
+    ids, mask = (tensor.to(model.device) for tensor in pad_left(contexts, 0))
+    return completion_logits(model, ids, mask, ids[:, :1])[:, 0].log_softmax(-1)
+
+
+def rpt_rewards(logprobs: torch.Tensor, targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """1.0 where a token drawn from `logprobs` [N, V] is the text's own, `targets` [N] int64, else 0.0, [N].
+
+    `logprobs` are those after the thought. Section 13; Dong et al., Reinforcement Pre-Training, 2025.
+    """
+    drawn = torch.multinomial(logprobs.exp().cpu(), 1, generator=generator).to(targets.device)
+    return (drawn.squeeze(1) == targets).float()
+
+
+def rlp_rewards(logprobs: torch.Tensor, plain_logprobs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The nats by which a thought raised the log-probability of the text's own token `targets` [N] int64, [N].
+
+    `logprobs` [N, V] after the thought, `plain_logprobs` [N, V] without one, from the policy that does not think.
+    Section 13; Hatamizadeh et al., RLP: Reinforcement as a Pretraining Objective, 2025.
+    """
+    return (logprobs - plain_logprobs).gather(1, targets[:, None]).squeeze(1)

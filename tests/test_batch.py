@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmrl.batch import Rollouts, cut_by_tokens, micro_batches, padding_share, rollouts_from_samples
+from lmrl.batch import Rollouts, concatenate, cut_by_tokens, micro_batches, padding_share, rollouts_from_samples
 from lmrl.loss import LOSS_TYPES, token_weights
 from lmrl.policy import Samples, length_mask, pad_left
 
@@ -109,3 +109,35 @@ def test_length_mask_matches_the_rollouts():
     rollouts = rollouts_of([3, 1])
     assert torch.equal(rollouts.mask, length_mask(torch.tensor([3, 1]), 3))
     assert isinstance(rollouts, Rollouts)
+
+
+def test_concatenate_pads_renumbers_and_keeps_every_known_field():
+    first = replace(rollouts_of([1, 2]), rewards=torch.tensor([1.0, 0.0]), advantages=torch.rand(2, 2))
+    second = replace(rollouts_of([3, 1, 4]), rewards=torch.tensor([2.0, 3.0, 4.0]), advantages=torch.rand(3, 4))
+    second = replace(second, group=torch.tensor([7, -1, 7]))
+    both = concatenate([first, second])
+    assert len(both) == 5 and both.mask.shape == (5, 4) and both.prompt_ids.shape == (5, 3)
+    assert both.group.tolist() == [0, 0, 2, 1, 2]  # the label 0 of one part is not the 0 of another
+    assert both.truncated.tolist() == first.truncated.tolist() + second.truncated.tolist()
+    assert both.rewards.tolist() == [1, 0, 2, 3, 4] and both.old_logprobs is None
+    back = both.select(torch.arange(2)).trim(2, 2)
+    for name, value in replace(first, group=back.group).known().items():
+        assert torch.equal(getattr(back, name), value), name
+    assert not both.mask[:2, 2:].any() and not both.prompt_mask[:2, :1].any()  # padding is masked
+    assert torch.equal(both.select(torch.arange(2, 5)).completion_ids, second.completion_ids)
+
+
+def test_concatenate_of_one_part_and_of_parts_without_rows():
+    part = rollouts_of([2, 3])
+    none = part.select(torch.zeros(2, dtype=torch.bool))
+    assert len(concatenate([none])) == 0
+    for name, value in concatenate([none, part]).known().items():
+        assert torch.equal(value, getattr(part, name)), name
+
+
+def test_concatenate_refuses_parts_of_different_stages_and_no_parts():
+    part = rollouts_of([2, 3])
+    with pytest.raises(ValueError, match="know different fields"):
+        concatenate([part, replace(part, rewards=torch.zeros(2))])
+    with pytest.raises(ValueError, match="no rollouts"):
+        concatenate([])

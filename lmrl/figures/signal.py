@@ -8,8 +8,9 @@ import torch
 from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
+from lmrl.signal import interval_over_problems, mixed_probability, pass_at_k, success_probability
 
-__all__ = ["signal_probability"]
+__all__ = ["signal_probability", "group_outcomes", "learning_from", "pass_at_k_curves", "dense_rewards"]
 
 
 def signal_probability(sizes: tuple[int, ...] = (2, 8, 64)) -> Figure:
@@ -17,13 +18,94 @@ def signal_probability(sizes: tuple[int, ...] = (2, 8, 64)) -> Figure:
     fig, axes = new_figure(height=3.6)
     p = torch.special.expit(torch.linspace(-7.5, 7.5, 401, dtype=torch.float64))
     for size in sizes:
-        at_least_one = 1 - (1 - p) ** size
-        mixed = at_least_one - p**size
-        axes.plot(p, at_least_one, color=COLORS["reference"], linestyle=":", zorder=3)
+        mixed = mixed_probability(p, size)
+        axes.plot(p, success_probability(p, size), color=COLORS["reference"], linestyle=":", zorder=3)
         axes.plot(p, mixed, color=COLORS["advantage"])
-        where = (at_least_one > min(0.6, mixed.max() * 0.8)).nonzero()[0]
+        where = (mixed > min(0.6, mixed.max() * 0.8)).nonzero()[0]
         axes.annotate(f"G = {size}", (p[where], mixed[where]), xytext=(-6, 0), textcoords="offset points", ha="right")
     axes.text(0.985, 1.03, "at least one right", color=COLORS["reference"], ha="center")
     axes.text(0.5, 0.42, "mixed", color=COLORS["advantage"], ha="center")
     axes.set(xscale="logit", xlim=(p[0], p[-1]), ylim=(0, 1.12), xlabel="pass rate p", ylabel="probability")
+    return fig
+
+
+def group_outcomes(pass_rate: float = 0.1, size: int = 8) -> Figure:
+    """Left: P(mixed) against the pass rate, with this one marked. Right: how many of a group are right."""
+    fig, (left, right) = new_figure(1, 2, height=3.2)
+    fig.set_layout_engine(None)  # half the drawing time
+    fig.subplots_adjust(left=0.09, right=0.98, bottom=0.16, top=0.88, wspace=0.28)
+    p = torch.special.expit(torch.linspace(-9, 9, 181, dtype=torch.float64))
+    here = mixed_probability(pass_rate, size).item()
+    left.plot(p, mixed_probability(p, size), color=COLORS["advantage"], lw=2)
+    left.plot(pass_rate, here, "o", color="black", ms=7)
+    left.set(xscale="logit", xlim=(p[0], p[-1]), ylim=(0, 1.08), xlabel="pass rate p", ylabel="P(mixed)")
+    left.set_title(f"mixed: {here:.1%} of the groups")
+    number = torch.arange(size + 1, dtype=torch.float64)
+    chances = torch.distributions.Binomial(size, torch.tensor(pass_rate, dtype=torch.float64)).log_prob(number).exp()
+    tied = (number == 0) | (number == size)
+    for which, color in ((tied, "reference"), (~tied, "advantage")):
+        right.vlines(number[which], 0, chances[which], color=COLORS[color], lw=min(14.0, 150 / size))
+    for end, name in ((0, "none right"), (size, "all right")):
+        chance = chances[end].item()
+        place = {"ha": "left" if end == 0 else "right", "color": COLORS["reference"]}
+        right.annotate(f"{name}\n{chance:.2g}", (end, chance), (0, 4), textcoords="offset points", **place)
+    right.set(xlabel=f"right completions in a group of {size}", ylabel="probability", title="grey: tied")
+    right.set(ylim=(0, 1.35 * chances.max().item()), xlim=(-0.06 * size - 0.5, 1.06 * size + 0.5))
+    return fig
+
+
+def learning_from(rates, scratch: float) -> Figure:
+    """Exact pass rates of each problem [steps + 1, N] against the step, and the constant one of random weights."""
+    fig, axes = new_figure(height=3.0)
+    axes.plot(rates, color=COLORS["policy"], alpha=0.5, lw=1.2)
+    axes.plot(rates.mean(1), color=COLORS["policy"], lw=2.5)
+    axes.axhline(scratch, color=COLORS["error"], linestyle="--")
+    axes.annotate("warm start, problems of pass rate 1/64", (2, rates[0].mean()), (3, 0.004), color=COLORS["policy"])
+    axes.text(len(rates) - 1, 1.6 * scratch, "random weights", color=COLORS["error"], ha="right")
+    axes.set(yscale="log", ylim=(0.3 * scratch, 2), xlabel="step", ylabel="exact pass rate")
+    return fig
+
+
+def pass_at_k_curves(policies: dict[str, tuple], problems: int = 200, samples: int = 64) -> Figure:
+    """pass@k against k: exact lines, and estimates from `samples` samples of problems of each kind with their interval.
+
+    `policies` maps a name to (pass rates [kinds], name of a colour, k at which the line is labelled)."""
+    fig, axes = new_figure(height=3.4)
+    generator, ks = torch.Generator().manual_seed(0), [1, 2, 4, 8, 16, 32, 64]
+    for name, (rates, color, place) in policies.items():
+        rates = rates.double()
+        axes.plot(ks, [success_probability(rates, k).mean() for k in ks], color=COLORS[color], lw=2)
+        each = rates.repeat(problems)
+        right = (torch.rand(len(each), samples, generator=generator, dtype=torch.float64) < each[:, None]).sum(1)
+        seen = torch.tensor([interval_over_problems(pass_at_k(right, samples, k)) for k in ks])
+        bars = (seen[:, :2] - seen[:, [1, 0]]).abs()[:, 0], (seen[:, 2] - seen[:, 0])
+        axes.errorbar(ks, seen[:, 0], torch.stack(bars), fmt="o", ms=4, lw=1, capsize=3, color=COLORS[color])
+        height = success_probability(rates, place).mean().item()
+        axes.annotate(name, (place, height), (6, -14), textcoords="offset points", color=COLORS[color])
+    axes.set(xscale="log", xlabel="k, tries per problem", ylabel="pass@k", ylim=(0.4, 1.04))
+    axes.set_xticks(ks, [str(k) for k in ks])
+    axes.minorticks_off()
+    return fig
+
+
+def dense_rewards(tokens: list[str], match: torch.Tensor, thoughts: torch.Tensor, gains: torch.Tensor) -> Figure:
+    """Rewards per token of a text: probability of the RPT reward, match [T], and the RLP reward of each thought.
+
+    thoughts [T, V] are the thoughts' probabilities, gains [T, V] their rewards; a dot's area is the probability."""
+    fig, (upper, lower) = new_figure(2, 1, height=4.6, sharex=True, height_ratios=[1, 1.5])
+    at = torch.arange(len(tokens))
+    upper.bar(at, match, color=COLORS["reward"], width=0.6)
+    upper.set(ylim=(0, 1.05), ylabel="P(reward 1)", title="RPT: the predicted token is the text's")
+    for t in at.tolist():
+        lower.scatter(
+            torch.full_like(gains[t], t), gains[t], 6 + 300 * thoughts[t], color=COLORS["policy"], alpha=0.4, lw=0
+        )
+    mean = (thoughts * gains).sum(1)
+    lower.hlines(mean, at - 0.3, at + 0.3, color=COLORS["reward"], lw=2.5)
+    lower.axhline(0, color="black", lw=0.8)
+    lower.annotate("mean", (at[0] + 0.3, mean[0]), (4, -12), textcoords="offset points", color=COLORS["reward"])
+    lower.set(
+        ylabel="gain (nats)", xlabel="token to be predicted", title="RLP: one dot per thought, area = probability"
+    )
+    lower.set_xticks(at, tokens)
     return fig
