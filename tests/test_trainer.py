@@ -10,14 +10,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lmrl.trainer as trainer_module
 from lmrl.baselines import group_advantages
+from lmrl.batch import rollouts_from_samples
 from lmrl.config import TrainConfig
 from lmrl.figures.trainer import learning_curve
 from lmrl.loss import LOSS_TYPES
-from lmrl.policy import build_policy, build_tokenizer, is_number, token_logprobs
+from lmrl.policy import Samples, build_policy, build_tokenizer, is_number, pad_left, token_logprobs
 from lmrl.rewards import RewardError
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task
@@ -672,3 +674,79 @@ def test_evaluation_interval_is_over_problems():
     result = evaluate(make_trainer(reward=by_problem))
     assert result.pass_at_1 == 0.5
     assert result.half_width == pytest.approx(1.96 * 0.5 / 8**0.5)
+
+
+# --- whose prompts, whose ids -----------------------------------------------------------------------------------------
+
+
+def test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones():
+    asked = []
+
+    def spy(prompts, completions, **columns):
+        asked.append(set(prompts))
+        return count_sevens(prompts, completions)
+
+    trainer = make_trainer(reward=spy)
+    task = replace(trainer.task, train=examples()[:12], heldout=examples()[12:])
+    trainer = Trainer(trainer.config, trainer.model, trainer.tokenizer, task, trainer.sampler)
+    train, heldout = ({example.prompt for example in side} for side in (task.train, task.heldout))
+    for _ in range(3):
+        trainer.step()
+    assert set.union(*asked) == train
+    evaluate(trainer)
+    assert asked[-1] == heldout
+
+
+def test_each_completion_is_graded_with_its_own_prompt():
+    calls = []
+
+    def spy(prompts, completions, answer):
+        calls.append((prompts, completions, answer))
+        return [0.0] * len(prompts)
+
+    trainer = make_trainer()
+    chosen = trainer.task.train[:5]
+    rollouts = collect(trainer.sampler, trainer.tokenizer, chosen, 4, seed=0)
+    rollouts = rollouts.select(torch.randperm(20, generator=torch.Generator().manual_seed(0)))
+    grade(rollouts, trainer.tokenizer, chosen, spy)
+    for row, (prompt, completion, answer) in enumerate(zip(*calls[0], strict=True)):
+        ids = rollouts.prompt_ids[row, rollouts.prompt_mask[row]].tolist()
+        assert ids == trainer.tokenizer(prompt).input_ids and answer == str(2 * int(prompt.split("+")[0]))
+        chars = trainer.tokenizer(completion, add_special_tokens=False).input_ids
+        assert chars == [id for id in rollouts.completion_ids[row, rollouts.mask[row]].tolist() if id != 2]
+
+
+def test_pitfall_6_the_engines_ids_are_scored_not_their_text():
+    """a = 3, b = 4, ab = 5: the engine wrote "ab" as [3, 4] and as [5], and both are trained as they were written."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "a": 3, "b": 4, "ab": 5}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocabulary, [("a", "b")])),
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+    )
+    assert tokenizer("ab").input_ids == [5] and tokenizer.decode([3, 4]).replace(" ", "") == "ab"
+    written = Samples(
+        ids=torch.tensor([[3, 4, 2], [5, 2, 0]]),
+        logprobs=torch.full((2, 3), -1.0),
+        lengths=torch.tensor([3, 2]),
+        truncated=torch.tensor([False, False]),
+    )
+
+    class Engine:
+        def generate(self, prompts, num_generations, seed):
+            return rollouts_from_samples(*pad_left(prompts * 2, 0), torch.tensor([0, 0]), written)
+
+        def sync(self, model):
+            pass
+
+    config = replace(SMALL, per_device_train_batch_size=2, num_generations=2, max_completion_length=3)
+    model, scored = build_policy(tokenizer), []
+    task = Task("ab", [Example("a", {})], [], lambda prompts, completions: [1.0, 0.0])
+    trainer = Trainer(config, model, tokenizer, task, Engine())
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: scored.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    trainer.step()
+    rows = {tuple(row) for ids in scored for row in ids.tolist()}
+    assert rows == {(1, 3, 3, 4, 2), (1, 3, 5, 2, 0)}

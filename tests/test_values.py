@@ -103,6 +103,15 @@ def test_monte_carlo_endings_are_fresh(tiny):
     assert all(outcomes[row, 0].unique().numel() > 1 for row in range(8))
 
 
+def test_monte_carlo_values_leave_the_sample_itself_out(tiny):
+    """One ending per token: it equals the completion that it is compared with as often as two completions do."""
+    identity = lambda rows, ids, lengths, truncated: (ids * 5 ** torch.arange(ids.shape[1])).sum(1).float()  # noqa: E731
+    samples, _, outcomes = monte_carlo(tiny, ["a"] * 400, 3, 1, identity)
+    own = identity(None, samples.ids, None, None)
+    chance, found = ((own == other).float().mean() for other in (own.roll(1), outcomes[:, 0, 0]))
+    assert 0 < chance < 0.7 and abs(found - chance) < 0.15
+
+
 # The critic
 
 
