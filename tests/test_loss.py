@@ -64,19 +64,31 @@ def test_rows_without_tokens_leave_the_denominator(loss_type):
     assert torch.equal(token_weights(mask, loss_type, 4)[[0, 2]], token_weights(mask[[0, 2]], loss_type, 4))
 
 
-def test_accumulation_numbers():
-    """One token of loss 4 and three of loss 0: the token mean is 1, the mean of means 2, a double division 0.5."""
+def split_loss(terms, mask, weights, size):
+    """What a trainer adds up: the loss of each piece of ``size`` rows, with its rows of the step's weights."""
+    zeros = torch.zeros_like(terms)
+    return sum(
+        policy_loss(zeros[i : i + size], zeros[i : i + size], -terms[i : i + size], weights[i : i + size]).item()
+        for i in range(0, len(terms), size)
+    )
+
+
+@pytest.mark.parametrize("loss_type, expected", [("dapo", 1.0), ("bnpo", 1.0), ("grpo", 2.0), ("dr_grpo", 4 / 6)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_pitfall_4a_one_token_of_loss_4_and_three_of_loss_0(loss_type, expected, size):
+    """The token mean is 1 (mean of means 2, double division 0.5); the sequence mean is 2 however it is split."""
     mask = length_mask(torch.tensor([1, 3]), 3)
     terms = torch.tensor([[4.0, 0, 0], [0, 0, 0]])
-    assert (token_weights(mask, "dapo", 3) * terms).sum() == 1.0
-    assert (token_weights(mask, "grpo", 3) * terms).sum() == 2.0
+    assert split_loss(terms, mask, token_weights(mask, loss_type, 3), size) == pytest.approx(expected)
 
 
-def test_each_optimiser_step_is_normalised_by_its_own_tokens():
-    """Four micro-batches of five tokens, loss 1 each, an optimiser step every two: each step sees 1."""
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    for loss_type in ("grpo", "dapo"):
-        assert token_weights(mask, loss_type, 5).sum() == pytest.approx(1.0)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_pitfall_4b_each_optimiser_step_is_normalised_by_its_own_tokens(loss_type):
+    """Four micro-batches of five tokens, loss 1 each, an optimiser step every two: each step sees 1, and not 0.5."""
+    mask, terms = torch.ones(4, 5, dtype=torch.bool), torch.ones(4, 5)
+    for step in (slice(0, 2), slice(2, 4)):
+        weights = token_weights(mask[step], loss_type, 5)
+        assert split_loss(terms[step], mask[step], weights, 1) == pytest.approx(1.0)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
