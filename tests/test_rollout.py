@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
     TopKLogitsWarper,
@@ -224,7 +225,7 @@ PROBS = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
         ({"min_p": 0.2}, [0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95]),
         ({"min_p": 0.5}, [0, 0.625, 0, 0.375]),
         ({"min_p": 1.0}, [0, 1, 0, 0]),
-        ({"top_k": 3, "top_p": 0.8}, [0, 0.625, 0, 0.375]),  # 0.8 of what top_k left, not of everything
+        ({"top_k": 3, "top_p": 0.82}, [0, 0.625, 0, 0.375]),  # 0.82 of what top_k left, not of everything
         ({"top_p": 0.9, "min_p": 0.5}, [0, 0.625, 0, 0.375]),
     ],
 )
@@ -287,6 +288,23 @@ def test_truncated_samples_follow_the_renormalised_distribution():
     assert kept.sum() == 11 and observed[~kept].sum() == 0
     chi2 = ((observed - 20_000 * exact) ** 2 / (20_000 * exact))[kept].sum()
     assert chi2 < 29.6
+
+
+def test_the_checkpoints_generation_settings_are_not_used():
+    sampler, prompts = sampler_and_prompts()
+    before = sampler.generate(prompts, 8, seed=0)
+    settings = {
+        "do_sample": True,
+        "temperature": 0.3,
+        "top_k": 2,
+        "top_p": 0.5,
+        "min_p": 0.2,
+        "repetition_penalty": 1.1,
+    }
+    sampler.model.generation_config = GenerationConfig(**settings)
+    after = sampler.generate(prompts, 8, seed=0)
+    assert torch.equal(before.completion_ids, after.completion_ids)
+    assert torch.equal(before.sampler_logprobs, after.sampler_logprobs)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1002 @@
+"""Law 6: each classic mistake, planted in the package, turns a named check red.
+
+A fault is a function that gets the production function and returns the faulty one. It is bound wherever the production
+function was bound, default arguments included; then the check, a test of another file, has to fail with an AssertionError.
+"""
+
+import copy
+import importlib
+import inspect
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from test_models import folder  # noqa: F401  fixtures of the checks
+from test_policy import policy, tokenizer  # noqa: F401
+from test_tree import tree, uniform  # noqa: F401
+from test_values import tiny  # noqa: F401
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test of another file, "test_x.py::test_y", with arguments for what it is parametrised with."""
+
+    name: str
+    arguments: tuple = ()
+
+    def __str__(self):
+        return self.name.partition("::")[2]
+
+    def function(self) -> Callable:
+        file, _, name = self.name.partition("::")
+        function = getattr(importlib.import_module(file.removesuffix(".py")), name)
+        return function.hypothesis.inner_test if hasattr(function, "hypothesis") else function
+
+    def bound(self, request) -> Callable:
+        """The check, ready to run, with its fixtures made."""
+        function, arguments = self.function(), dict(self.arguments)
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name not in arguments and parameter.default is parameter.empty:
+                arguments[parameter.name] = request.getfixturevalue(parameter.name)
+        return lambda: function(**arguments)
+
+
+@dataclass(frozen=True)
+class Fault:
+    make: Callable
+    target: str
+    check: Check
+
+    def __str__(self):
+        return f"{self.make.__name__}-{self.target.removeprefix('lmrl.')}"
+
+
+FAULTS: list[Fault] = []
+
+
+def planted(target: str, check: str, **arguments):
+    """Enter a fault: where it goes, and which check has to see it."""
+
+    def enter(make):
+        FAULTS.append(Fault(make, target, Check(check, tuple(arguments.items()))))
+        return make
+
+    return enter
+
+
+def plant(monkeypatch, fault: Fault) -> None:
+    owner, _, name = fault.target.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    original = getattr(owner, name)
+    faulty = fault.make(original)
+    monkeypatch.setattr(owner, name, faulty)
+    modules = [m for key, m in sys.modules.items() if key.startswith(("lmrl", "test_")) and key != __name__]
+    for module in modules:
+        for key, value in list(vars(module).items()):
+            if value is original:
+                monkeypatch.setattr(module, key, faulty)
+            for argument, default in (getattr(value, "__kwdefaults__", None) or {}).items():
+                if default is original:
+                    monkeypatch.setitem(value.__kwdefaults__, argument, faulty)
+
+
+def then(function, change):
+    """`function`, with `change` applied to what it returns."""
+    return lambda *args, **kwargs: change(function(*args, **kwargs))
+
+
+def edited(function, old, new):
+    """`function` with one piece of its text replaced."""
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(old) != 1:
+        raise LookupError(f"{function.__qualname__} has {old!r} {source.count(old)} times: plant the fault anew")
+    made = {}
+    exec(compile(source.replace(old, new), "<planted>", "exec"), vars(sys.modules[function.__module__]), made)
+    return made[function.__name__]
+
+
+def altered(model, name, change):
+    """A model that gets the argument `name` changed."""
+    return lambda *args, **kwargs: model(*args, **kwargs | {name: change(kwargs[name])})
+
+
+# --- masks and stop tokens --------------------------------------------------------------------------------------------
+
+MASKS = "test_batch.py::test_mask_comes_from_lengths_not_from_ids"
+LENGTHS = "test_policy.py::test_lengths_stop_tokens_and_truncation_agree"
+
+
+def without_stop_token(mask, truncated):
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return mask & ~(last & ~truncated[:, None])
+
+
+@planted("lmrl.batch.rollouts_from_samples", MASKS)
+def sampled_eos_masked(rollouts_from_samples):
+    return then(rollouts_from_samples, lambda r: replace(r, mask=without_stop_token(r.mask, r.truncated)))
+
+
+@planted("lmrl.trainer.loss_mask", "test_trainer.py::test_masking_truncated_completions")
+def sampled_eos_out_of_the_loss(loss_mask):
+    return lambda rollouts, *args: without_stop_token(loss_mask(rollouts, *args), rollouts.truncated)
+
+
+@planted("lmrl.policy.complete", LENGTHS)
+def sampled_eos_dropped_by_the_decode_loop(complete):
+    return then(complete, lambda s: replace(s, lengths=s.lengths - (~s.truncated).long()))
+
+
+@planted("lmrl.policy.demonstration_batch", "test_policy.py::test_demonstrations_end_with_a_trained_eos")
+def demonstrations_without_eos(demonstration_batch):
+    return then(demonstration_batch, lambda b: (*b[:3], b[3] & (b[2] != 2)))
+
+
+@planted("lmrl.batch.rollouts_from_samples", MASKS)
+def mask_from_comparing_ids_with_pad(rollouts_from_samples):
+    return then(rollouts_from_samples, lambda r: replace(r, mask=r.completion_ids != 2))
+
+
+@planted("lmrl.policy.pad_right", "test_policy.py::test_padding_keeps_every_token_even_if_it_equals_the_pad_id", rows=[[0, 1]])  # fmt: skip
+@planted("lmrl.policy.pad_left", "test_policy.py::test_padding_keeps_every_token_even_if_it_equals_the_pad_id", rows=[[0, 1]])  # fmt: skip
+def padding_mask_from_comparing_ids_with_pad(pad):
+    def faulty(rows, pad_id):
+        ids, _ = pad(rows, pad_id)
+        return ids, ids != pad_id
+
+    return faulty
+
+
+@planted("lmrl.policy.length_mask", MASKS)
+def mask_one_token_late(length_mask):
+    return then(length_mask, lambda mask: mask.roll(1, 1))
+
+
+@planted("lmrl.policy.length_mask", MASKS)
+def mask_one_token_early(length_mask):
+    return then(length_mask, lambda mask: mask.roll(-1, 1))
+
+
+@planted("lmrl.policy.length_mask", MASKS)
+def token_after_eos_trained(length_mask):
+    return lambda lengths, width: length_mask(lengths + 1, width)
+
+
+@planted("lmrl.batch.rollouts_from_samples", MASKS)
+def prompt_trained(rollouts_from_samples):
+    def with_prompt(r):
+        ids = torch.cat([r.prompt_ids, r.completion_ids], 1)
+        mask = torch.cat([r.prompt_mask, r.mask], 1)
+        logprobs = torch.cat([torch.zeros(r.prompt_ids.shape), r.sampler_logprobs], 1)
+        return replace(r, completion_ids=ids, mask=mask, sampler_logprobs=logprobs)
+
+    return then(rollouts_from_samples, with_prompt)
+
+
+@planted("lmrl.policy.complete", LENGTHS)
+def truncated_counted_as_finished(complete):
+    return then(complete, lambda s: replace(s, truncated=torch.zeros_like(s.truncated)))
+
+
+@planted("lmrl.policy.complete", LENGTHS)
+def end_id_written_over_a_cut_completion(complete):
+    def overwrite(s):
+        ids = s.ids.clone()
+        ids[s.truncated, -1] = 2
+        return replace(s, ids=ids)
+
+    return then(complete, overwrite)
+
+
+@planted("lmrl.policy.complete", "test_policy.py::test_several_stop_ids")
+def only_the_first_stop_id(complete):
+    return lambda *args, stop_ids, **kwargs: complete(*args, stop_ids=stop_ids[:1], **kwargs)
+
+
+@planted("lmrl.models.stop_token_ids", "test_models.py::test_stop_ids_of_the_generation_config",
+         configured=[2, 7], expected=[2, 7])  # fmt: skip
+def stop_ids_of_the_tokenizer_only(stop_token_ids):
+    return then(stop_token_ids, lambda ids: ids[:1])
+
+
+@planted("lmrl.trainer.loss_mask", "test_trainer.py::test_masking_truncated_completions")
+def truncated_completions_kept_though_masking_was_asked(loss_mask):
+    return lambda rollouts, mask_truncated: loss_mask(rollouts, False)
+
+
+@planted("lmrl.trainer.loss_mask", "test_trainer.py::test_ungraded_completions_leave_the_loss")
+def ungraded_rows_in_the_loss(loss_mask):
+    return lambda rollouts, *args: rollouts.mask
+
+
+# --- log-probs --------------------------------------------------------------------------------------------------------
+
+ALIGNMENT = "test_policy.py::test_alignment_first_and_last_token"
+LEFT_PADDING = "test_policy.py::test_left_padding_does_not_change_a_row"
+SAMPLED = "test_policy.py::test_sampled_logprobs_equal_scored_logprobs"
+TRUNCATED = "test_rollout.py::test_the_reported_logprobs_are_those_of_the_truncated_distribution"
+NUMBERS = "test_policy.py::test_tempered_logprobs_have_the_right_numbers"
+
+
+@planted("lmrl.policy.completion_logits", ALIGNMENT)
+def logits_one_token_late(completion_logits):
+    return edited(completion_logits, "output.logits[:, :-1]", "output.logits[:, 1:]")
+
+
+@planted("lmrl.policy.completion_logits", ALIGNMENT)
+def logits_one_token_early(completion_logits):
+    return then(completion_logits, lambda logits: torch.cat([logits[:, :1], logits[:, :-1]], 1))
+
+
+@planted("lmrl.policy.token_logprobs", ALIGNMENT)
+def prompt_scored(token_logprobs):
+    def faulty(model, prompt_ids, prompt_mask, completion_ids, *args):
+        width = completion_ids.shape[1]
+        scored = torch.cat([prompt_ids, completion_ids], 1)[:, -width - 1 : -1]
+        return token_logprobs(model, prompt_ids[:, :-1], prompt_mask[:, :-1], scored, *args)
+
+    return faulty
+
+
+@planted("lmrl.policy.complete", SAMPLED, family="qwen3", temperature=1.0)
+def sampler_logprobs_one_token_late(complete):
+    return then(complete, lambda s: replace(s, logprobs=s.logprobs.roll(1, 1)))
+
+
+@planted("lmrl.policy.completion_logits", "test_claims_11.py::test_claim_11_3_masked_tokens_contribute_nothing_to_the_parameters",
+         loss_type="dapo", seed=0)  # fmt: skip
+def pad_ids_trusted_in_the_prompt(completion_logits):
+    return lambda model, ids, mask, *args: completion_logits(model, ids, ids != 0, *args)
+
+
+@planted("lmrl.policy.completion_inputs", LEFT_PADDING, family="gpt2")
+@planted("lmrl.policy.completion_inputs", LEFT_PADDING, family="qwen3")
+def scoring_without_attention_mask(completion_inputs):
+    return then(completion_inputs, lambda i: i | {"attention_mask": torch.ones_like(i["attention_mask"])})
+
+
+@planted("lmrl.policy.completion_inputs", LEFT_PADDING, family="gpt2")
+def scoring_positions_counted_from_the_padding(completion_inputs):
+    return then(completion_inputs, lambda i: i | {"position_ids": torch.ones_like(i["input_ids"]).cumsum(1) - 1})
+
+
+@planted("lmrl.policy.complete", SAMPLED, family="qwen3", temperature=1.0)
+def sampling_without_attention_mask(complete):
+    return lambda model, *args, **kwargs: complete(altered(model, "attention_mask", torch.ones_like), *args, **kwargs)
+
+
+@planted("lmrl.policy.complete", SAMPLED, family="gpt2", temperature=1.0)
+def sampling_positions_counted_from_the_padding(complete):
+    return edited(
+        complete,
+        "(attention_mask.cumsum(1) - 1).clamp(min=0)",
+        "attention_mask.cumsum(1) * 0 + torch.arange(prompt_ids.shape[1])",
+    )
+
+
+@planted("lmrl.policy.complete", "test_rollout.py::test_every_kind_of_cache_gives_the_scored_logprobs", name="qwen3")
+def cache_rows_mixed_up(complete):
+    return edited(complete, "cache.reorder_cache(kept)", "cache.reorder_cache(kept.roll(1))")
+
+
+@planted("lmrl.policy.tempered", NUMBERS)
+def temperature_multiplied(tempered):
+    return lambda logits, temperature: tempered(logits, 1 / temperature)
+
+
+@planted("lmrl.policy.tempered", "test_policy.py::test_logprobs_are_at_least_float32", dtype=torch.bfloat16)
+def logits_left_in_half_precision(tempered):
+    return lambda logits, temperature: logits / temperature
+
+
+@planted("lmrl.policy.gather_logprobs", NUMBERS)
+def log_softmax_in_half_precision(gather_logprobs):
+    return lambda logits, ids: gather_logprobs(logits.bfloat16(), ids).to(logits.dtype)
+
+
+@planted("lmrl.policy.token_logprobs", SAMPLED, family="qwen3", temperature=0.6)
+def temperature_missing_in_scoring(token_logprobs):
+    return lambda model, prompts, mask, ids, temperature=1.0: token_logprobs(model, prompts, mask, ids)
+
+
+@planted("lmrl.rollout.TorchSampler.distribution", "test_rollout.py::test_the_sampler_tempers_what_it_reports")
+@planted(
+    "lmrl.rollout.TorchSampler.distribution", "test_trainer.py::test_temperature_is_on_both_sides", temperature=0.6
+)
+def temperature_missing_in_sampling(distribution):
+    return lambda self, logits: distribution(replace(self, temperature=1.0), logits)
+
+
+RAW = "raw = output.logits[:, -1] if t else output.logits[rows, -1]; tempered = logits if t else logits[rows]; "
+
+
+@planted("lmrl.policy.complete", "test_rollout.py::test_the_sampler_tempers_what_it_reports")
+@planted("lmrl.policy.complete", TRUNCATED, settings={"top_p": 0.5}, temperature=0.6)
+def sampler_reports_raw_logprobs(complete):
+    report = "logprob = raw.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)"
+    return edited(complete, "ids[running, t], ", f"{RAW}{report}; ids[running, t], ")
+
+
+@planted("lmrl.policy.complete", "test_rollout.py::test_truncated_samples_follow_the_renormalised_distribution")
+def sampler_draws_untempered_and_reports_tempered(complete):
+    report = "logprob = tempered.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)"
+    draw = f"{RAW}token, _ = draw_token(raw.masked_fill(tempered.isinf(), -torch.inf), uniforms[running, t]); {report}"
+    return edited(complete, "token, logprob = draw_token(logits if t else logits[rows], uniforms[running, t])", draw)
+
+
+@planted("lmrl.policy.complete", TRUNCATED, settings={"min_p": 0.5}, temperature=1.0)
+@planted("lmrl.policy.complete", TRUNCATED, settings={"top_p": 0.5}, temperature=1.0)
+@planted("lmrl.policy.complete", TRUNCATED, settings={"top_k": 3}, temperature=0.6)
+def truncated_distribution_not_renormalised(complete):
+    whole = "tempered.logsumexp(-1) - (raw / 1.0).logsumexp(-1)"
+    return edited(complete, "ids[running, t], ", f"{RAW}logprob = logprob + {whole}; ids[running, t], ")
+
+
+@planted("lmrl.rollout.truncate", "test_rollout.py::test_truncation_by_hand", settings={"top_k": 3, "top_p": 0.82}, kept=[0, 0.625, 0, 0.375])  # fmt: skip
+def top_p_of_what_top_k_cut_off_too(truncate):
+    def faulty(logits, top_k=0, top_p=1.0, min_p=0.0):
+        cut = [truncate(logits, top_k), truncate(logits, 0, top_p), truncate(logits, 0, 1.0, min_p)]
+        return torch.stack(cut).amin(0)
+
+    return faulty
+
+
+@planted("lmrl.rollout.truncate", "test_rollout.py::test_truncation_by_hand", settings={"top_p": 0.6}, kept=[0, 0.625, 0, 0.375])  # fmt: skip
+def top_p_without_the_token_that_crosses_it(truncate):
+    return edited(truncate, "<= 1 - top_p", "< 1 - top_p + ordered.softmax(-1)")
+
+
+NEIGHBOURS = "test_rollout.py::test_a_completion_does_not_depend_on_its_batch"
+
+
+@planted("lmrl.rollout.row_uniforms", NEIGHBOURS, name="qwen3", dtype=torch.float64)
+@planted("lmrl.rollout.row_uniforms", "test_rollout.py::test_the_random_numbers_differ_by_seed_prompt_sample_and_token")
+def randomness_by_batch_position(row_uniforms):
+    return lambda prompts, *args, **kwargs: row_uniforms([[i] for i in range(len(prompts))], *args, **kwargs)
+
+
+@planted("lmrl.rollout.row_uniforms", "test_rollout.py::test_completions_of_one_prompt_differ")
+def one_random_stream_for_all_samples_of_a_prompt(row_uniforms):
+    def faulty(prompts, num_generations, *args, **kwargs):
+        return row_uniforms(prompts, 1, *args, **kwargs).repeat_interleave(num_generations, 0)
+
+    return faulty
+
+
+@planted(
+    "lmrl.rollout.row_uniforms", "test_rollout.py::test_the_same_seed_gives_the_same_rollouts_and_another_one_does_not"
+)
+def seed_ignored_by_the_sampler(row_uniforms):
+    return lambda prompts, count, cap, seed: row_uniforms(prompts, count, cap, 0)
+
+
+@planted(
+    "lmrl.rollout.TorchSampler.distribution", "test_rollout.py::test_the_checkpoints_generation_settings_are_not_used"
+)
+def checkpoints_generation_settings_used(distribution):
+    def faulty(self, logits):
+        config = self.model.generation_config
+        return distribution(replace(self, top_k=config.top_k or 0, top_p=config.top_p or 1.0), logits)
+
+    return faulty
+
+
+@planted("lmrl.policy.draw_token", "test_policy.py::test_draw_token_inverts_the_cumulative_sum")
+def the_likeliest_token_instead_of_a_sample(draw_token):
+    return lambda logits, _: (logits.argmax(-1), logits.log_softmax(-1).amax(-1))
+
+
+@planted("lmrl.models.disable_dropout", "test_models.py::test_dropout_is_off_even_in_train_mode")
+@planted("lmrl.models.disable_dropout", "test_trainer.py::test_dropout_is_off_while_scoring")
+def dropout_left_on(disable_dropout):
+    return lambda model: model.train()
+
+
+# --- aggregation ------------------------------------------------------------------------------------------------------
+
+WEIGHTS = "test_loss.py::test_weights_of_two_answers"
+ACCUMULATION = "test_trainer.py::test_accumulation_changes_nothing"
+UPDATE = "test_trainer.py::test_an_update_is_the_formula_written_out"
+REFERENCE = {"beta": 0.5, "epsilon_high": 0.3, "mask_truncated_completions": True, "weight_decay": 0.1}
+CENTRED = {"beta": 0.0, "epsilon_high": 0.1, "scale_rewards": "none", "max_grad_norm": 0.05}
+
+
+def per_piece(micro_batches, change):
+    """Micro-batches whose weights are changed, each on its own: change(weights, number of pieces)."""
+
+    def faulty(*args, **kwargs):
+        pieces = list(micro_batches(*args, **kwargs))
+        return [(piece, change(weights, len(pieces))) for piece, weights in pieces]
+
+    return faulty
+
+
+@planted("lmrl.batch.micro_batches", ACCUMULATION, loss_type="dapo", beta=0.0)
+@planted("lmrl.batch.micro_batches", UPDATE, loss_type="dapo", settings=CENTRED)
+def mean_of_micro_batch_means(micro_batches):
+    return per_piece(micro_batches, lambda w, count: w / w.sum().clamp(min=1e-9) / count)
+
+
+@planted("lmrl.batch.micro_batches", ACCUMULATION, loss_type="grpo", beta=0.0)
+def divided_again_by_the_number_of_micro_batches(micro_batches):
+    return per_piece(micro_batches, lambda w, count: w / count)
+
+
+@planted("lmrl.batch.micro_batches", ACCUMULATION, loss_type="dapo", beta=0.05)
+def short_last_micro_batch_dropped(micro_batches):
+    def faulty(*args, **kwargs):
+        pieces = list(micro_batches(*args, **kwargs))
+        return [piece for piece in pieces if len(piece[0]) == len(pieces[0][0])]
+
+    return faulty
+
+
+@planted("lmrl.loss.token_weights", WEIGHTS)
+@planted("lmrl.loss.token_weights", "test_claims_11.py::test_claim_11_4_weight_of_a_token_in_a_short_and_a_long_answer")
+def sequence_mean_and_token_mean_swapped(token_weights):
+    swap = {"grpo": "dapo", "dapo": "grpo"}
+    return lambda mask, loss_type, cap: token_weights(mask, swap.get(loss_type, loss_type), cap)
+
+
+@planted("lmrl.loss.token_weights", WEIGHTS)
+def padding_in_the_denominator(token_weights):
+    return lambda mask, *_: mask / mask.numel()
+
+
+@planted("lmrl.loss.token_weights", WEIGHTS)
+def batch_width_for_the_length_cap(token_weights):
+    return lambda mask, loss_type, _: token_weights(mask, loss_type, mask.shape[1])
+
+
+@planted("lmrl.loss.token_weights", "test_loss.py::test_rows_without_tokens_leave_the_denominator", loss_type="grpo")
+def empty_rows_in_the_denominator(token_weights):
+    def faulty(mask, *args):
+        return token_weights(mask, *args) * mask.any(1).sum() / len(mask)
+
+    return faulty
+
+
+@planted("lmrl.loss.token_weights", "test_loss.py::test_a_fully_masked_batch_gives_zero", loss_type="dapo", beta=0.0)
+def division_by_an_empty_mask(token_weights):
+    return lambda mask, *_: mask / mask.sum()
+
+
+@planted("lmrl.policy.masked_mean", "test_policy.py::test_masked_mean_ignores_nan_and_empty_masks")
+def mean_over_the_padded_tensor(masked_mean):
+    return lambda values, mask: torch.where(mask, values, 0.0).mean()
+
+
+@planted("lmrl.policy.masked_mean", "test_policy.py::test_masked_mean_ignores_nan_and_empty_masks")
+def masked_by_multiplication(masked_mean):
+    return lambda values, mask: (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+@planted("lmrl.metrics.summarise", "test_metrics.py::test_token_means_are_over_the_step_not_over_micro_batches")
+def metrics_as_mean_of_means(summarise):
+    return lambda passes: {
+        name: sum(float(m[name][mask].mean()) for m, mask in passes) / len(passes) for name in passes[0][0]
+    }
+
+
+@planted("lmrl.metrics.summarise", "test_metrics.py::test_extremes_are_maxima_and_masked_values_do_not_count")
+def metrics_unmasked(summarise):
+    return lambda passes: summarise([(metrics, torch.ones_like(mask)) for metrics, mask in passes])
+
+
+# --- ratio and clip ---------------------------------------------------------------------------------------------------
+
+REGIONS = "test_ppo.py::check_pitfall_23_four_regions"
+
+
+@planted("lmrl.ppo.importance_ratio", "test_ppo.py::check_pitfall_24_one_ratio_per_token")
+@planted("lmrl.ppo.importance_ratio", "test_loss.py::test_token_ratios_are_not_sequence_ratios")
+def ratio_inverted(importance_ratio):
+    return lambda logprobs, old, *_: importance_ratio(old, logprobs)
+
+
+@planted("lmrl.ppo.importance_ratio", "test_loss.py::test_token_ratios_are_not_sequence_ratios")
+def one_ratio_per_sequence(importance_ratio):
+    return lambda logprobs, old, *_: (logprobs - old).sum(-1, keepdim=True).exp().expand_as(logprobs)
+
+
+@planted("lmrl.ppo.importance_ratio", "test_ppo.py::check_pitfall_24_second_update_has_other_ratios")
+@planted("lmrl.ppo.importance_ratio", UPDATE, loss_type="dapo", settings=REFERENCE)
+def ratio_always_1(importance_ratio):
+    return lambda logprobs, old, *_: importance_ratio(logprobs, logprobs.detach())
+
+
+@planted("lmrl.trainer.micro_batch_pass", "test_trainer.py::test_second_pass_over_a_batch_has_other_ratios_and_the_same_old_logprobs")  # fmt: skip
+@planted("lmrl.trainer.micro_batch_pass", UPDATE, loss_type="grpo", settings=CENTRED)
+def old_logprobs_taken_anew_in_every_pass(micro_batch_pass):
+    return lambda model, piece, *args: micro_batch_pass(model, replace(piece, old_logprobs=None), *args)
+
+
+@planted("lmrl.trainer.micro_batch_pass", "test_trainer.py::test_first_ratios_are_exactly_one_and_the_sampler_agrees")
+def sampler_logprobs_for_old_ones(micro_batch_pass):
+    return lambda model, piece, *args: micro_batch_pass(
+        model, replace(piece, old_logprobs=piece.sampler_logprobs), *args
+    )
+
+
+def bounded(ratio, epsilon=0.2, epsilon_high=None):
+    return ratio.clamp(1 - epsilon, 1 + (epsilon_high or epsilon))
+
+
+@planted("lmrl.ppo.clipped_surrogate", REGIONS)
+@planted("lmrl.ppo.clipped_surrogate", UPDATE, loss_type="dapo", settings=CENTRED)
+def max_for_min_where_the_advantage_is_negative(clipped_surrogate):
+    def faulty(ratio, advantages, *epsilons):
+        terms = ratio * advantages, bounded(ratio, *epsilons) * advantages
+        return torch.where(advantages < 0, torch.maximum(*terms), torch.minimum(*terms))
+
+    return faulty
+
+
+@planted("lmrl.ppo.clipped_surrogate", REGIONS)
+def clip_without_min(clipped_surrogate):
+    return lambda ratio, advantages, *epsilons: bounded(ratio, *epsilons) * advantages
+
+
+@planted("lmrl.ppo.clip_bounds", "test_ppo.py::test_clip_higher_moves_the_upper_edge_only")
+@planted("lmrl.ppo.clip_bounds", UPDATE, loss_type="dapo", settings=CENTRED)
+def epsilon_high_ignored(clip_bounds):
+    return lambda epsilon, epsilon_high=None: clip_bounds(epsilon)
+
+
+@planted("lmrl.ppo.clip_bounds", "test_ppo.py::test_clip_higher_moves_the_upper_edge_only")
+@planted("lmrl.ppo.clip_bounds", "test_claims_10.py::test_claim_10_2_the_four_regions")
+def clip_bounds_swapped(clip_bounds):
+    return lambda epsilon, epsilon_high=None: clip_bounds(epsilon_high or epsilon, epsilon)
+
+
+@planted("lmrl.ppo.clipped", "test_ppo.py::check_pitfall_23_clip_fraction")
+def clip_metric_without_the_sign(clipped):
+    return lambda ratio, advantages, epsilon=0.2, epsilon_high=None: bounded(ratio, epsilon, epsilon_high) != ratio
+
+
+@planted("lmrl.trainer.token_metrics", "test_trainer.py::test_token_metrics_of_one_token_by_hand")
+def clip_metric_of_the_clipped_ratio(token_metrics):
+    return edited(token_metrics, "clipped(ratio,", "clipped(ratio.clamp(0.8, 1.2),")
+
+
+# --- KL and entropy ---------------------------------------------------------------------------------------------------
+
+KL_NUMBERS = "test_trust_region.py::check_pitfall_18_values_and_derivatives"
+
+
+@planted("lmrl.trust_region.kl_k3", KL_NUMBERS)
+@planted("lmrl.trust_region.kl_k3", "test_claims_09.py::test_claim_14_4_expectations_on_whole_completions")
+@planted("lmrl.trust_region.kl_k3", "test_trainer.py::test_token_metrics_of_one_token_by_hand")
+def kl_with_the_policies_swapped(kl):
+    return lambda logprobs, ref_logprobs: kl(ref_logprobs, logprobs)
+
+
+@planted("lmrl.trust_region.kl_k3", KL_NUMBERS)
+def k3_with_the_sign_of_d_flipped(kl_k3):
+    return lambda logprobs, ref_logprobs: torch.expm1(ref_logprobs - logprobs) + ref_logprobs - logprobs
+
+
+@planted("lmrl.trust_region.kl_k1", KL_NUMBERS)
+def k1_with_the_policies_swapped(kl_k1):
+    return lambda logprobs, ref_logprobs: kl_k1(ref_logprobs, logprobs)
+
+
+@planted("lmrl.trust_region.kl_k3", "test_loss.py::test_the_penalty_pulls_towards_the_reference")
+@planted("lmrl.trust_region.kl_k3", UPDATE, loss_type="dapo", settings=REFERENCE)
+def k1_in_the_loss(kl_k3):
+    return lambda logprobs, ref_logprobs: logprobs - ref_logprobs
+
+
+@planted("lmrl.loss.policy_loss", "test_loss.py::test_the_penalty_pulls_towards_the_reference")
+def kl_rewarded_instead_of_paid_for(policy_loss):
+    return lambda *args, beta=0.0, **kwargs: policy_loss(*args, beta=-beta, **kwargs)
+
+
+@planted("lmrl.loss.policy_loss", "test_loss.py::test_what_is_masked_changes_nothing",
+         loss_type="dapo", beta=0.1, filler=1e9)  # fmt: skip
+def kl_unmasked(policy_loss):
+    def faulty(logprobs, *args, beta=0.0, ref_logprobs=None, **kwargs):
+        return policy_loss(logprobs, *args, **kwargs) + beta * (logprobs - ref_logprobs).square().mean()
+
+    return faulty
+
+
+@planted("lmrl.loss.policy_loss", "test_loss.py::test_what_is_masked_changes_nothing",
+         loss_type="grpo", beta=0.0, filler=float("nan"))  # fmt: skip
+def masked_after_the_arithmetic(policy_loss):
+    def faulty(logprobs, old_logprobs, advantages, weights, **kwargs):
+        return -(weights * (logprobs - old_logprobs).exp() * advantages).sum()
+
+    return faulty
+
+
+@planted("lmrl.trainer.score", UPDATE, loss_type="dapo", settings=REFERENCE)
+def temperature_missing_in_the_reference(score):
+    return lambda model, rollouts, temperature, *args: score(model, rollouts, 1.0, *args)
+
+
+@planted("lmrl.trainer.score", "test_trainer.py::test_scores_stand_where_their_tokens_stand")
+@planted("lmrl.trainer.score", UPDATE, loss_type="dapo", settings=REFERENCE)
+def scores_left_in_the_order_of_lengths(score):
+    return edited(score, "torch.cat(places), values", "torch.cat(places).sort().values, values")
+
+
+@planted("lmrl.models.load_reference", "test_models.py::test_reference_is_frozen_and_does_not_move_with_the_policy",
+         source="model")  # fmt: skip
+def reference_is_the_policy_itself(load_reference):
+    return lambda source, **kwargs: source
+
+
+@planted("lmrl.trust_region.entropy", "test_trust_region.py::check_entropy_of_known_policies")
+def entropy_with_the_wrong_sign(entropy):
+    return then(entropy, torch.neg)
+
+
+@planted("lmrl.metrics.rollout_metrics", "test_metrics.py::test_rollout_metrics_exact")
+def entropy_metric_with_the_wrong_sign(rollout_metrics):
+    return then(rollout_metrics, lambda metrics: metrics | {"entropy": -metrics["entropy"]})
+
+
+@planted("lmrl.trust_region.log_ratio", "test_trust_region.py::test_widening_comes_before_the_subtraction")
+def log_ratio_in_half_precision(log_ratio):
+    return lambda logprobs, other: (logprobs - other).float()
+
+
+# --- rewards, baselines and groups ------------------------------------------------------------------------------------
+
+GROUPS = "test_baselines.py::test_groups_are_labels_not_positions"
+UNGRADED = "test_baselines.py::test_ungraded_rows_leave_baseline_and_result"
+TIES = "test_baselines.py::test_equal_rewards_give_exactly_zero"
+
+
+def plain_group_advantages(std):
+    """Group advantages as they are often written; std(own rewards) is the divisor."""
+
+    def faulty(rewards, group, *, scale="group", graded=None):
+        advantages = torch.zeros_like(rewards)
+        for label in group.unique():
+            own = rewards[group == label]
+            advantages[group == label] = (own - own.mean()) / (std(own) if scale == "group" else 1.0)
+        return advantages
+
+    return faulty
+
+
+def scaled(rewards, group, graded=None):
+    return importlib.import_module("lmrl.baselines").group_advantages(rewards, group, graded=graded)
+
+
+def leave_one_out(rewards, group, graded=None):
+    return importlib.import_module("lmrl.baselines").leave_one_out_advantages(rewards, group, graded)
+
+
+@planted("lmrl.baselines.group_advantages", GROUPS)
+def statistics_over_the_whole_batch(group_advantages):
+    return lambda rewards, group, **kwargs: group_advantages(rewards, torch.zeros_like(group), **kwargs)
+
+
+@planted("lmrl.baselines.group_advantages", GROUPS)
+@planted("lmrl.baselines.group_advantages", "test_trainer.py::test_groups_survive_a_shuffle_of_the_rows")
+@planted("lmrl.baselines.group_mean", GROUPS)
+def groups_by_row_position(function):
+    def faulty(rewards, group, *args, **kwargs):
+        position = torch.arange(len(group)) // (len(group) // group.unique().numel())
+        return function(rewards, position, *args, **kwargs)
+
+    return faulty
+
+
+@planted("lmrl.baselines.group_advantages", "test_baselines.py::test_population_std")
+def sample_standard_deviation(group_advantages):
+    return plain_group_advantages(torch.std)
+
+
+@planted("lmrl.baselines.group_advantages", TIES, advantages_of=scaled, size=8, dtype=torch.float32)
+def ties_made_huge_by_an_epsilon(group_advantages):
+    return plain_group_advantages(lambda own: own.std(correction=0) + 1e-8)
+
+
+@planted("lmrl.baselines.group_advantages", "test_baselines.py::test_only_equality_makes_a_tie", advantages_of=scaled)
+@planted("lmrl.baselines.group_advantages", "test_baselines.py::test_scale_needs_no_epsilon")
+def groups_dropped_by_a_small_std(group_advantages):
+    def faulty(rewards, group, **kwargs):
+        spread = torch.stack([rewards[group == label].std() for label in group])
+        return torch.where(spread > 1e-4, group_advantages(rewards, group, **kwargs), 0.0)
+
+    return faulty
+
+
+@planted("lmrl.baselines.group_advantages", "test_baselines.py::test_scale_needs_no_epsilon")
+def epsilon_added_to_the_divisor(group_advantages):
+    return plain_group_advantages(lambda own: own.std(correction=0) + 1e-4)
+
+
+@planted("lmrl.signal.tied_groups", "test_signal.py::check_equal_rewards_are_tied_whatever_their_float_std")
+def ties_by_a_float_std(tied_groups):
+    return lambda rewards, group, graded=None: torch.stack(
+        [rewards[group == label].std(correction=0) == 0 for label in group.unique()]
+    )
+
+
+@planted("lmrl.baselines.group_advantages", UNGRADED)
+@planted("lmrl.baselines.leave_one_out_advantages", UNGRADED)
+@planted("lmrl.baselines.group_mean", UNGRADED)
+def none_counted_as_reward_0(function):
+    return lambda rewards, group, graded=None, **kwargs: function(rewards.nan_to_num(0.0), group, **kwargs)
+
+
+@planted("lmrl.rewards.score_completions", "test_rewards.py::test_none_is_nan_and_not_graded")
+@planted("lmrl.rewards.score_completions", "test_rewards.py::test_pitfall_11_none_leaves_the_baseline")
+def none_graded_0(score_completions):
+    return then(score_completions, lambda scored: (scored[0].nan_to_num(0.0), torch.ones_like(scored[1])))
+
+
+@planted("lmrl.baselines.leave_one_out_advantages", GROUPS)
+@planted("lmrl.baselines.leave_one_out_advantages", "test_claims_06.py::test_claim_6_4_the_mean_with_the_sample_itself_shortens_the_gradient", G=3, seed=2)  # fmt: skip
+def leave_one_out_that_includes_itself(leave_one_out_advantages):
+    def faulty(rewards, group, graded=None):
+        count = (group[:, None] == group).sum(1)
+        return leave_one_out_advantages(rewards, group, graded) * (count - 1) / count
+
+    return faulty
+
+
+@planted("lmrl.trainer.grade", "test_trainer.py::test_each_completion_is_graded_with_its_own_prompt")
+def completions_graded_with_another_prompt(grade):
+    return lambda rollouts, tokens, examples, reward: grade(rollouts, tokens, examples[::-1], reward)
+
+
+@planted("lmrl.tree.terminal_returns", "test_tree.py::test_returns_by_hand")
+def reward_to_go_without_gamma(terminal_returns):
+    return lambda rewards, mask, gamma=1.0: terminal_returns(rewards, mask)
+
+
+@planted("lmrl.tree.terminal_returns", "test_tree.py::test_returns_by_hand")
+def gamma_counts_from_the_start(terminal_returns):
+    def faulty(rewards, mask, gamma=1.0):
+        return torch.where(mask, rewards[:, None] * gamma ** (mask.cumsum(-1) - 1), 0.0)
+
+    return faulty
+
+
+# --- values and GAE ---------------------------------------------------------------------------------------------------
+
+
+@planted("lmrl.gae.td_errors", "test_gae.py::test_padding_does_not_leak", padding=100.0)
+@planted("lmrl.gae.td_errors", "test_gae.py::test_masked_numbers_change_nothing", seed=0, gamma=1.0, lam=0.95)
+def values_of_the_padding_read(td_errors):
+    def faulty(rewards, values, mask, *, gamma, bootstrap=None):
+        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+        return rewards + gamma * following - values
+
+    return faulty
+
+
+@planted("lmrl.gae.gae", "test_gae.py::test_padding_does_not_leak", padding=100.0)
+def advantages_leak_past_the_end(gae):
+    return lambda rewards, values, mask, **kwargs: gae(rewards, values, torch.ones_like(mask), **kwargs)
+
+
+@planted("lmrl.gae.score_last_token", "test_gae.py::test_the_score_is_on_the_last_token")
+def final_score_one_token_late(score_last_token):
+    return then(score_last_token, lambda rewards: rewards.roll(1, 1))
+
+
+@planted("lmrl.gae.score_last_token", "test_gae.py::test_the_score_is_on_the_last_token")
+def final_score_in_the_last_column(score_last_token):
+    return lambda scores, mask, *args: score_last_token(scores, torch.ones_like(mask), *args)
+
+
+@planted("lmrl.gae.split_values", "test_gae.py::test_truncated_rows_bootstrap")
+def bootstrap_missing_for_truncated_rows(split_values):
+    return lambda values, mask, truncated: split_values(values, mask, torch.zeros_like(truncated))
+
+
+@planted("lmrl.gae.split_values", "test_gae.py::test_truncated_rows_bootstrap")
+def finished_rows_bootstrap_too(split_values):
+    return lambda values, mask, truncated: split_values(values, mask, torch.ones_like(truncated))
+
+
+@planted("lmrl.gae.score_last_token", "test_gae.py::test_a_row_that_bootstraps_gets_no_score")
+def score_and_bootstrap_both(score_last_token):
+    return lambda scores, mask, bootstrapped=None: score_last_token(scores, mask)
+
+
+@planted("lmrl.gae.gae", "test_gae.py::test_returns_are_not_rewards")
+def returns_for_advantages(gae):
+    return then(gae, lambda pair: (pair[1], pair[1]))
+
+
+@planted("lmrl.gae.gae", "test_gae.py::test_returns_are_not_rewards")
+def rewards_for_returns(gae):
+    return lambda rewards, *args, **kwargs: (gae(rewards, *args, **kwargs)[0], rewards)
+
+
+@planted("lmrl.ppo.value_loss", "test_ppo.py::check_pitfall_26_value_loss")
+def value_clip_on_the_difference(value_loss):
+    return lambda values, old, returns, clip=0.2: (values - returns).clamp(-clip, clip).square() / 2
+
+
+@planted("lmrl.ppo.value_clipped", "test_ppo.py::check_pitfall_26_value_metric")
+def value_metric_of_the_clipped_value(value_clipped):
+    return lambda values, old, clip=0.2: value_clipped(old + (values - old).clamp(-clip, clip), old, clip)
+
+
+@planted("lmrl.values.whiten", "test_values.py::test_whitening_ignores_padding")
+def whitening_with_the_padding(whiten):
+    return lambda advantages, mask: torch.where(mask, whiten(advantages, torch.ones_like(mask)), 0.0)
+
+
+@planted("lmrl.values.whiten", "test_values.py::test_whitening_uses_the_population_standard_deviation")
+def whitening_with_n_minus_1(whiten):
+    return lambda advantages, mask: whiten(advantages, mask) * (1 - 1 / mask.sum()).sqrt()
+
+
+@planted("lmrl.values.monte_carlo_outcomes", "test_values.py::test_monte_carlo_values_leave_the_sample_itself_out")
+def monte_carlo_value_with_the_sample_itself(monte_carlo_outcomes):
+    def faulty(model, prompt_ids, prompt_mask, ids, mask, score, **kwargs):
+        outcomes = monte_carlo_outcomes(model, prompt_ids, prompt_mask, ids, mask, score, **kwargs)
+        lengths = mask.sum(1)
+        own = score(torch.arange(len(ids)), ids, lengths, lengths == mask.shape[1])
+        outcomes[..., 0] = torch.where(mask, own.to(outcomes)[:, None], 0.0)
+        return outcomes
+
+    return faulty
+
+
+@planted("lmrl.values.Critic.forward", "test_values.py::test_critic_has_one_value_for_every_state",
+         build=lambda: importlib.import_module("test_values").gpt2())  # fmt: skip
+def critic_values_one_token_late(forward):
+    return edited(forward, "prompt_ids.shape[1] - 1 :", "prompt_ids.shape[1] - 2 : -1")
+
+
+@planted("lmrl.values.Critic.forward", "test_values.py::test_critic_has_one_value_for_every_state",
+         build=lambda: importlib.import_module("test_values").gpt2())  # fmt: skip
+def critic_positions_counted_from_the_padding(forward):
+    return edited(forward, "(attention_mask.cumsum(1) - 1).clamp(min=0)", "torch.arange(attention_mask.shape[1])[None]")
+
+
+# --- the training loop ------------------------------------------------------------------------------------------------
+
+RATES = "test_trainer.py::test_every_step_has_its_own_seed_and_learning_rate_and_tells_the_sampler"
+
+
+@planted("lmrl.trainer.Trainer.update", ACCUMULATION, loss_type="dapo", beta=0.0)
+def optimizer_stepped_per_micro_batch(update):
+    return edited(update, "piece_loss.backward()", "piece_loss.backward(); self.optimizer.step()")
+
+
+@planted("lmrl.trainer.Trainer.update", ACCUMULATION, loss_type="dapo", beta=0.0)
+def gradient_clipped_per_micro_batch(update):
+    clip = "torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)"
+    return edited(update, "piece_loss.backward()", f"piece_loss.backward(); {clip}")
+
+
+@planted("lmrl.trainer.Trainer.update", UPDATE, loss_type="dapo", settings=CENTRED)
+def gradient_not_clipped(update):
+    return edited(update, "config.max_grad_norm", "1e9")
+
+
+@planted("lmrl.trainer.Trainer.update", UPDATE, loss_type="dapo", settings=CENTRED)
+def gradients_of_the_last_pass_kept(update):
+    return edited(update, "self.optimizer.zero_grad()", "pass")
+
+
+@planted("lmrl.trainer.Trainer.update", UPDATE, loss_type="dapo", settings=CENTRED)
+def learning_rate_schedule_stepped_per_iteration(update):
+    return edited(update, "self.optimizer.step()", "self.optimizer.step(); self.schedule.step()")
+
+
+@planted("lmrl.trainer.learning_rate_factor", "test_trainer.py::test_learning_rate_schedule")
+def learning_rate_decays_to_zero_one_step_early(learning_rate_factor):
+    return lambda step, config: learning_rate_factor(step + 1, config)
+
+
+@planted("lmrl.batch.micro_batches", ACCUMULATION, loss_type="dapo", beta=0.0)
+def advantages_per_micro_batch(micro_batches):
+    whiten = importlib.import_module("lmrl.values").whiten
+
+    def faulty(*args, **kwargs):
+        for piece, weights in micro_batches(*args, **kwargs):
+            yield replace(piece, advantages=whiten(piece.advantages, piece.mask)), weights
+
+    return faulty
+
+
+@planted("lmrl.trainer.rows_with_gradient", "test_trainer.py::test_rows_with_gradient")
+@planted("lmrl.trainer.rows_with_gradient", "test_trainer.py::test_rows_without_gradient_may_be_left_out", beta=0.05)
+def rows_without_advantage_skipped_despite_the_kl(rows_with_gradient):
+    return lambda rollouts, weights, beta: rows_with_gradient(rollouts, weights, 0.0)
+
+
+@planted("lmrl.trainer.Trainer.step", RATES)
+def sampler_never_synced(step):
+    return edited(step, "self.sampler.sync(self.model)", "pass")
+
+
+@planted("lmrl.trainer.Trainer.step", RATES)
+def sampler_synced_before_the_update(step):
+    return edited(step, "learning = self.update(rollouts)", "self.sampler.sync(self.model); learning = self.update(rollouts)")  # fmt: skip
+
+
+@planted("lmrl.rollout.TorchSampler.generate", "test_rollout.py::test_sampling_sees_new_weights_without_a_sync")
+def sampler_with_stale_weights(generate):
+    kept = {}
+
+    def faulty(self, *args, **kwargs):
+        model = kept.setdefault(id(self.model), copy.deepcopy(self.model))
+        return generate(replace(self, model=model), *args, **kwargs)
+
+    return faulty
+
+
+@planted("lmrl.trainer.Trainer.step", RATES)
+def the_same_sampling_seed_in_every_step(step):
+    return edited(step, "seed = int(torch.randint(2**31, (), generator=self.sampling))", "seed = 0")
+
+
+@planted("lmrl.trainer.collect", "test_trainer.py::test_pitfall_6_the_engines_ids_are_scored_not_their_text")
+def completions_decoded_and_tokenised_again(collect):
+    def faulty(sampler, tokens, *args):
+        rollouts = collect(sampler, tokens, *args)
+        ids = torch.zeros_like(rollouts.completion_ids)
+        for row, mask in enumerate(rollouts.mask):
+            text = tokens.decode(rollouts.completion_ids[row, mask])
+            again = tokens(text, add_special_tokens=False).input_ids
+            ids[row, : len(again)] = torch.tensor(again)[: ids.shape[1]]
+        return replace(rollouts, completion_ids=ids)
+
+    return faulty
+
+
+@planted("lmrl.trainer.Trainer.step", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip
+def heldout_problems_trained_on(step):
+    return edited(step, "self.task.train[i]", "(self.task.train + self.task.heldout)[-1 - i]")
+
+
+@planted("lmrl.trainer.evaluate", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip
+def evaluation_on_training_problems(evaluate):
+    return edited(evaluate, "task.heldout[: config", "task.train[: config")
+
+
+@planted("lmrl.policy.addition_problems", "test_policy.py::test_split_is_by_unordered_pair_and_complete", seed=0)
+def heldout_sums_in_training_the_other_way_round(addition_problems):
+    def faulty(*args, **kwargs):
+        train, heldout = addition_problems(*args, **kwargs)
+        moved = [p for p in heldout if p.a < p.b]
+        return train + moved, [p for p in heldout if p not in set(moved)]
+
+    return faulty
+
+
+@planted("lmrl.tasks.disjoint", "test_tasks.py::test_disjoint_keeps_every_question_once_and_holds_out_at_most_a_quarter")  # fmt: skip
+def heldout_questions_in_training(disjoint):
+    def faulty(train, heldout, shown):
+        _, held = disjoint(train, heldout, shown)
+        return {entry["question"]: entry for entry in train}, held
+
+    return faulty
+
+
+@planted("lmrl.tasks.encode_prompt", "test_tasks.py::test_one_bos_without_a_template", prompt="12+34=")
+def prompt_with_two_bos(encode_prompt):
+    return lambda tokens, prompt: [tokens.bos_token_id, *encode_prompt(tokens, prompt)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_the_check_sees_the_fault(fault, request, monkeypatch):
+    check = fault.check.bound(request)
+    plant(monkeypatch, fault)
+    with pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize("check", {repr(fault.check): fault.check for fault in FAULTS}.values(), ids=str)
+def test_the_check_passes_without_a_fault(check, request):
+    check.bound(request)()
