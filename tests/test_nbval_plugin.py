@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jupytext
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -68,3 +70,10 @@ def test_every_notebook_is_collected_once(where):
 def test_notebooks_are_left_alone_without_nbval():
     code, output = run_pytest("--collect-only", "-q", "notebooks/")
     assert code == pytest.ExitCode.NO_TESTS_COLLECTED, output
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem)
+def test_notebooks_are_valid_ask_for_python3_and_hold_no_widgets(path):
+    notebook = jupytext.read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3" and "widgets" not in notebook.metadata

@@ -196,6 +196,16 @@ def only_the_first_stop_id(complete):
     return lambda *args, stop_ids, **kwargs: complete(*args, stop_ids=stop_ids[:1], **kwargs)
 
 
+@planted("lmrl.policy.complete", "test_rollout.py::test_a_stop_id_in_the_prompt_does_not_end_the_completion")
+def stop_id_in_the_prompt_ends_the_completion(complete):
+    def faulty(model, prompt_ids, prompt_mask, rows, uniforms, *, stop_ids, **kwargs):
+        samples = complete(model, prompt_ids, prompt_mask, rows, uniforms, stop_ids=stop_ids, **kwargs)
+        ended = torch.isin(prompt_ids, torch.tensor(stop_ids)).any(1)[rows]
+        return replace(samples, lengths=samples.lengths.masked_fill(ended, 1))
+
+    return faulty
+
+
 @planted("lmrl.models.stop_token_ids", "test_models.py::test_stop_ids_of_the_generation_config",
          configured=[2, 7], expected=[2, 7])  # fmt: skip
 def stop_ids_of_the_tokenizer_only(stop_token_ids):

@@ -206,6 +206,14 @@ def test_several_stop_ids_end_a_row_and_stay_in_it():
     assert torch.equal(stops.sum(1) == 0, rollouts.truncated) and stops.sum(1).max() == 1
 
 
+def test_a_stop_id_in_the_prompt_does_not_end_the_completion():
+    sampler = TorchSampler(family("qwen3", torch.float32), [2, 7], 0, 8)
+    rollouts = sampler.generate([[1, 2, 7, 9], [7, 7]], 32, seed=0)
+    first = rollouts.completion_ids[:, 0]
+    assert torch.equal(rollouts.mask.sum(1) == 1, torch.isin(first, torch.tensor([2, 7])))
+    assert rollouts.prompt_mask.sum(1).tolist() == [4] * 32 + [2] * 32
+
+
 # --- which distribution -----------------------------------------------------------------------------------------------
 
 PROBS = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
