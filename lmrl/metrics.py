@@ -39,7 +39,7 @@ def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """What the sampler and the verifier produced: reward, tied groups, entropy, length, truncation (section 16).
 
-    The entropy per token is estimated by the mean of -log-prob over the sampled tokens: unbiased, and no pass of its own.
+    The entropy per token is estimated by the mean of -log-prob over all sampled tokens: unbiased, and no pass of its own.
     """
     rewards = rollouts.rewards[rollouts.graded]
     return {

@@ -23,10 +23,11 @@ from tqdm import tqdm
 from lmrl.baselines import group_advantages
 from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.config import TrainConfig, check_config
+from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, json_line, rollout_metrics, summarise
 from lmrl.models import disable_dropout
-from lmrl.policy import completion_texts, save_model, token_logprobs
+from lmrl.policy import completion_texts, save_model
 from lmrl.ppo import clipped, importance_ratio
 from lmrl.rewards import RewardFunction, score_completions
 from lmrl.rollout import Sampler, require_fit
@@ -42,6 +43,7 @@ __all__ = [
     "token_budget",
     "score",
     "rows_with_gradient",
+    "token_loss_of",
     "micro_batch_pass",
     "token_metrics",
     "require_finite",
@@ -104,11 +106,15 @@ def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
 
 @torch.no_grad()
 def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
-    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16)."""
+    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16).
+
+    They are float32 for a model of any lower precision, and 0 off the mask.
+    """
     positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
     places, values = [], []
     for piece, at in micro_batches(rollouts, positions, max_tokens):
-        logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
+        texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+        logprobs, _ = completion_logprobs(model, *texts, temperature)
         places.append(at.flatten())
         values.append(logprobs.flatten())
     values = torch.cat(values)
@@ -120,27 +126,42 @@ def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tens
     return ((weights != 0) & ((rollouts.advantages != 0) | (beta != 0.0))).any(1)
 
 
+def token_loss_of(piece: Rollouts, weights: Tensor, config: TrainConfig) -> Callable:
+    """The `policy_loss` of some of the piece's tokens, in the form that `completion_loss` asks for (section 16).
+
+    Log-probs without ``old_logprobs`` are their own old log-probs.
+    """
+    fields = {name: value[piece.mask] for name, value in {**piece.per_token(), "weights": weights}.items()}
+
+    def token_loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        tokens = {name: value[rows] for name, value in fields.items()}
+        return policy_loss(
+            logprobs,
+            tokens.get("old_logprobs", logprobs.detach()),
+            tokens["advantages"],
+            tokens["weights"],
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            beta=config.beta,
+            ref_logprobs=tokens.get("ref_logprobs"),
+        )
+
+    return token_loss
+
+
 def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
     """Forward one micro-batch: its share of the step's loss, the piece with ``old_logprobs``, and its token metrics.
 
     ``weights`` ``[B, T]`` are the piece's rows of `token_weights`. The metrics are detached ``[B, T]`` tensors (section
     16). Raises FloatingPointError when a real token's log-prob is not finite.
     """
-    logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, config.temperature)
+    texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+    token_loss = token_loss_of(piece, weights, config)
+    loss, logprobs, entropy = completion_loss(model, *texts, token_loss, config.temperature)
     require_finite("the policy's log-probs", logprobs, piece.mask)
     if piece.old_logprobs is None:
-        piece = replace(piece, old_logprobs=logprobs.detach())
-    loss = policy_loss(
-        logprobs,
-        piece.old_logprobs,
-        piece.advantages,
-        weights,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        beta=config.beta,
-        ref_logprobs=piece.ref_logprobs,
-    )
-    return loss, piece, token_metrics(logprobs.detach(), piece, config)
+        piece = replace(piece, old_logprobs=logprobs)
+    return loss, piece, {**token_metrics(logprobs, piece, config), "trained_entropy": entropy}
 
 
 @torch.no_grad()
@@ -194,7 +215,8 @@ class Trainer:
 
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
     model, needed when ``config.beta`` is not 0. Dropout is off throughout. Raises ValueError when a step wants more
-    different prompts than ``task.train`` has, the reference is missing, or the longest prompt does not fit the model.
+    different prompts than ``task.train`` has, the reference is missing, the longest prompt does not fit the model, or the
+    model's logits are not those of its output head (`require_output_head`).
     """
 
     def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
@@ -211,6 +233,7 @@ class Trainer:
         longest = max(task.train + task.heldout, key=lambda example: len(example.prompt))
         require_fit(model, torch.tensor([encode_prompt(tokenizer, longest.prompt)]), config.max_completion_length)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
+        require_output_head(model)
         self.sampler, self.reference = sampler, reference
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
@@ -278,7 +301,8 @@ class Trainer:
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap", "kl_ref") if name in summaries[0]}
+        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy")
+        first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
         return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
 
 

@@ -51,13 +51,13 @@ from tqdm import tqdm
 from lmrl.baselines import group_advantages
 from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
 from lmrl.models import disable_dropout, load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
 from lmrl.policy import (
     completion_texts,
     masked_mean,
     save_model,
-    token_logprobs,
     warm_start_folder,
 )
 from lmrl.ppo import clipped, importance_ratio
@@ -281,8 +281,9 @@ def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
 #
 # **How much fits through the model at once?** Not a number of rows but an area, padding included: section 11 cuts by it.
 #
-# **Scoring.** The reference, if the KL penalty is on, gives a log-prob to every sampled token, once per batch. The
-# pieces are sorted by length, so each number is put back where its token stands.
+# **Scoring.** The reference, if the KL penalty is on, gives a log-prob to every sampled token, once per batch, and like the
+# policy without ever holding the logits (section 11). The pieces are sorted by length, so each number is put back where its
+# token stands.
 
 
 # %% tags=["export"]
@@ -293,11 +294,15 @@ def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
 
 @torch.no_grad()
 def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
-    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16)."""
+    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16).
+
+    They are float32 for a model of any lower precision, and 0 off the mask.
+    """
     positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
     places, values = [], []
     for piece, at in micro_batches(rollouts, positions, max_tokens):
-        logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, temperature)
+        texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+        logprobs, _ = completion_logprobs(model, *texts, temperature)
         places.append(at.flatten())
         values.append(logprobs.flatten())
     values = torch.cat(values)
@@ -317,35 +322,54 @@ def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tens
 
 
 # %% [markdown]
-# **One micro-batch.** Its forward pass gives the log-probs; the first time a batch is used, they are also the *old*
-# log-probs, detached: nothing was updated in between, so a second pass would compute the same numbers again. That is why
-# the ratios of a first step are exactly 1 and not just close to it.
+# **One micro-batch.** The loss is a sum over tokens: that of one token needs only its own log-prob, besides numbers that are
+# known beforehand. So section 11's short way applies, which takes the loss in small blocks of tokens and has the
+# gradient before the next block begins.
+#
+# The first time a batch is used, the log-probs are also the *old* log-probs, detached: nothing was updated in between,
+# so a second pass would compute the same numbers again. That is why the ratios of a first step are exactly 1 and not
+# just close to it.
 #
 # A `NaN` among real tokens stops the run and says where. Masked ones never get this far.
 
 
 # %% tags=["export"]
+def token_loss_of(piece: Rollouts, weights: Tensor, config: TrainConfig) -> Callable:
+    """The `policy_loss` of some of the piece's tokens, in the form that `completion_loss` asks for (section 16).
+
+    Log-probs without ``old_logprobs`` are their own old log-probs.
+    """
+    fields = {name: value[piece.mask] for name, value in {**piece.per_token(), "weights": weights}.items()}
+
+    def token_loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        tokens = {name: value[rows] for name, value in fields.items()}
+        return policy_loss(
+            logprobs,
+            tokens.get("old_logprobs", logprobs.detach()),
+            tokens["advantages"],
+            tokens["weights"],
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            beta=config.beta,
+            ref_logprobs=tokens.get("ref_logprobs"),
+        )
+
+    return token_loss
+
+
 def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
     """Forward one micro-batch: its share of the step's loss, the piece with ``old_logprobs``, and its token metrics.
 
     ``weights`` ``[B, T]`` are the piece's rows of `token_weights`. The metrics are detached ``[B, T]`` tensors (section
     16). Raises FloatingPointError when a real token's log-prob is not finite.
     """
-    logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, config.temperature)
+    texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+    token_loss = token_loss_of(piece, weights, config)
+    loss, logprobs, entropy = completion_loss(model, *texts, token_loss, config.temperature)
     require_finite("the policy's log-probs", logprobs, piece.mask)
     if piece.old_logprobs is None:
-        piece = replace(piece, old_logprobs=logprobs.detach())
-    loss = policy_loss(
-        logprobs,
-        piece.old_logprobs,
-        piece.advantages,
-        weights,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        beta=config.beta,
-        ref_logprobs=piece.ref_logprobs,
-    )
-    return loss, piece, token_metrics(logprobs.detach(), piece, config)
+        piece = replace(piece, old_logprobs=logprobs)
+    return loss, piece, {**token_metrics(logprobs, piece, config), "trained_entropy": entropy}
 
 
 @torch.no_grad()
@@ -375,7 +399,8 @@ def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
 # %% [markdown]
 # **What a pass tells us.** The token metrics of all micro-batches are joined before anything is averaged: like the loss,
 # a metric is a statement about the step. These metrics are over the tokens that were trained on; what was sampled is
-# measured on the rollouts, all of them.
+# measured on the rollouts, all of them. The entropy comes in both kinds: `entropy` is estimated from all sampled tokens,
+# `trained_entropy` is computed from the whole distribution, but only at the tokens that were trained on.
 
 
 # %% tags=["export:metrics"]
@@ -397,7 +422,7 @@ def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """What the sampler and the verifier produced: reward, tied groups, entropy, length, truncation (section 16).
 
-    The entropy per token is estimated by the mean of -log-prob over the sampled tokens: unbiased, and no pass of its own.
+    The entropy per token is estimated by the mean of -log-prob over all sampled tokens: unbiased, and no pass of its own.
     """
     rewards = rollouts.rewards[rollouts.graded]
     return {
@@ -460,7 +485,8 @@ class Trainer:
 
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
     model, needed when ``config.beta`` is not 0. Dropout is off throughout. Raises ValueError when a step wants more
-    different prompts than ``task.train`` has, the reference is missing, or the longest prompt does not fit the model.
+    different prompts than ``task.train`` has, the reference is missing, the longest prompt does not fit the model, or the
+    model's logits are not those of its output head (`require_output_head`).
     """
 
     def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
@@ -477,6 +503,7 @@ class Trainer:
         longest = max(task.train + task.heldout, key=lambda example: len(example.prompt))
         require_fit(model, torch.tensor([encode_prompt(tokenizer, longest.prompt)]), config.max_completion_length)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
+        require_output_head(model)
         self.sampler, self.reference = sampler, reference
         self.optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
@@ -544,7 +571,8 @@ class Trainer:
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        first = {name: summaries[0][name] for name in ("ratio_error", "sampler_gap", "kl_ref") if name in summaries[0]}
+        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy")
+        first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
         return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
 
 

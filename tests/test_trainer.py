@@ -18,8 +18,18 @@ from lmrl.baselines import group_advantages
 from lmrl.batch import rollouts_from_samples
 from lmrl.config import TrainConfig
 from lmrl.figures.trainer import learning_curve
+from lmrl.logprobs import unflatten
 from lmrl.loss import LOSS_TYPES
-from lmrl.policy import Samples, build_policy, build_tokenizer, is_number, pad_left, token_logprobs
+from lmrl.policy import (
+    Samples,
+    build_policy,
+    build_tokenizer,
+    completion_logits,
+    gather_logprobs,
+    is_number,
+    pad_left,
+    token_logprobs,
+)
 from lmrl.rewards import RewardError
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task
@@ -38,6 +48,7 @@ from lmrl.trainer import (
     shuffled_batches,
     token_budget,
 )
+from lmrl.trust_region import entropy
 
 SMALL = TrainConfig(
     max_steps=6,
@@ -126,13 +137,13 @@ def test_dropout_is_off_while_scoring():
     assert metrics["kl_ref"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_separate_scoring_pass_gives_the_old_logprobs_to_the_last_bit():
-    """The alias is not a shortcut: scoring once more before the update gives exactly ratio 1 as well."""
+def test_a_separate_scoring_pass_gives_the_old_logprobs():
+    """The alias is not a shortcut: scoring once more before the update gives ratio 1 as well, up to rounding."""
     trainer = make_trainer()
     rollouts = rollouts_of(trainer)
     scored = score(trainer.model, rollouts, 1.0, token_budget(rollouts, trainer.config))
     metrics = trainer.update(replace(rollouts, old_logprobs=scored))
-    assert metrics["ratio_error"] == 0.0
+    assert metrics["ratio_error"] < 1e-6
 
 
 def test_second_pass_over_a_batch_has_other_ratios_and_the_same_old_logprobs(monkeypatch):
@@ -192,6 +203,44 @@ def test_padding_is_logged():
     assert trainer.update(rollouts)["padding"] == pytest.approx(1 - float(used / area))
     trainer.config = replace(trainer.config, per_device_train_batch_size=1)
     assert trainer.update(rollouts)["padding"] < 0.05
+
+
+def materialised_loss(model, prompt_ids, prompt_mask, completion_ids, mask, token_loss, temperature):
+    """`completion_loss` by way of all the logits and plain autograd."""
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, temperature)[mask]
+    logprobs, entropies = gather_logprobs(logits, completion_ids[mask]), entropy(logits)
+    loss = token_loss(logprobs, entropies, slice(0, len(logprobs)))
+    return loss, *(unflatten(values.detach(), mask) for values in (logprobs, entropies))
+
+
+def materialised_scores(model, prompt_ids, prompt_mask, completion_ids, mask, temperature):
+    return token_logprobs(model, prompt_ids, prompt_mask, completion_ids, temperature), None
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_fused_and_the_materialised_path_are_the_same_run(loss_type, beta, dtype, monkeypatch):
+    """Three steps of two passes in several micro-batches: the same metrics, the same weights."""
+    config = replace(
+        SMALL, loss_type=loss_type, beta=beta, num_iterations=2, temperature=0.8, gradient_accumulation_steps=2
+    )
+    runs = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(trainer_module, "completion_loss", materialised_loss)
+            monkeypatch.setattr(trainer_module, "completion_logprobs", materialised_scores)
+        trainer = make_trainer(replace(config, per_device_train_batch_size=16), dtype=dtype)
+        metrics = [trainer.step() for _ in range(3)]
+        runs.append((parameters(trainer), metrics))
+    exact = dtype == torch.float64
+    assert torch.allclose(runs[0][0], runs[1][0], rtol=0, atol=1e-9 if exact else 1e-4)
+    for fused, materialised in zip(runs[0][1], runs[1][1], strict=True):
+        times = [name for name in fused if name.endswith("seconds") or name == "generation_share"]
+        ours, theirs = ({name: m[name] for name in m if name not in times} for m in (fused, materialised))
+        assert ours == pytest.approx(theirs, rel=1e-6 if exact else 1e-2, abs=1e-9 if exact else 1e-5)
+        assert fused["ratio_error"] == 0.0 and fused["sampler_gap"] < 2e-5
+        assert 0 < fused["trained_entropy"] < math.log(15)
 
 
 def naive_update(model, reference, rollouts, config):
@@ -402,31 +451,33 @@ def test_every_completion_truncated_and_masked_is_a_zero_step():
     assert torch.equal(parameters(trainer), before)
 
 
-def final_length_when_short_answers_pay():
+def length_when_short_answers_pay():
+    """Mean length after 8 to 16 steps on the negative length as the reward; it starts above 4."""
+
     def prefer_short(prompts, completions, **columns):
         return [-float(len(completion)) for completion in completions]
 
     config = replace(SMALL, max_steps=30, per_device_train_batch_size=64, learning_rate=3e-3)
     trainer = make_trainer(config, reward=prefer_short)
-    lengths = [trainer.step()["completion_length"] for _ in range(config.max_steps)]
-    assert lengths[0] > 3.5
-    return sum(lengths[-3:]) / 3
+    lengths = [trainer.step()["completion_length"] for _ in range(17)]
+    assert lengths[0] > 4
+    return sum(lengths[8:]) / 9
 
 
 def test_the_eos_token_is_trained():
-    """Rewarding short answers makes the policy stop at once."""
-    assert final_length_when_short_answers_pay() < 1.5
+    """Rewarding short answers makes the policy stop early."""
+    assert length_when_short_answers_pay() < 2.3
 
 
 def test_planted_fault_a_masked_eos_is_noticed(monkeypatch):
-    """With the stop token masked, the same run does not learn to stop at once: the check above would fail."""
+    """With the stop token masked, the same run learns it more slowly: the check above would fail."""
 
     def without_stop_token(rollouts, mask_truncated_completions):
         last = rollouts.mask & (rollouts.mask.cumsum(1) == rollouts.mask.sum(1, keepdim=True))
         return rollouts.mask & ~(last & ~rollouts.truncated[:, None])
 
     monkeypatch.setattr(trainer_module, "loss_mask", without_stop_token)
-    assert final_length_when_short_answers_pay() > 1.5
+    assert length_when_short_answers_pay() > 2.3
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -512,6 +563,32 @@ def test_beta_without_a_reference_is_refused():
     trainer = make_trainer()
     with pytest.raises(ValueError, match="beta is 0.1, which needs a reference"):
         Trainer(replace(SMALL, beta=0.1), trainer.model, trainer.tokenizer, trainer.task, trainer.sampler)
+
+
+def test_a_model_whose_logits_are_not_those_of_its_head_is_refused():
+    trainer = make_trainer()
+    trainer.model.lm_head.register_forward_hook(lambda module, inputs, logits: 3 * logits)
+    with pytest.raises(ValueError, match="log-probs from hidden states and output head differ from the model's own"):
+        Trainer(SMALL, trainer.model, trainer.tokenizer, trainer.task, trainer.sampler)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_bfloat16_trains_with_float32_logprobs(beta, monkeypatch):
+    seen = []
+    original = trainer_module.policy_loss
+
+    def spy(logprobs, old_logprobs, advantages, weights, *, ref_logprobs=None, **kwargs):
+        seen.extend(value for value in (logprobs, old_logprobs, weights, ref_logprobs) if value is not None)
+        return original(logprobs, old_logprobs, advantages, weights, ref_logprobs=ref_logprobs, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "policy_loss", spy)
+    trainer = make_trainer(replace(SMALL, beta=beta, num_iterations=2), dtype=torch.bfloat16)
+    before = parameters(trainer)
+    metrics = trainer.step()
+    assert seen and all(value.dtype == torch.float32 for value in seen)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["ratio_error"] == 0.0 and metrics["sampler_gap"] < 0.05
+    assert trainer.model.dtype == torch.bfloat16 and not torch.equal(parameters(trainer), before)
 
 
 def test_the_kl_to_the_reference_starts_at_zero_and_grows():
