@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from test_logprobs import batch  # noqa: F401
 from test_models import folder  # noqa: F401  fixtures of the checks
 from test_policy import policy, tokenizer  # noqa: F401
 from test_tree import tree, uniform  # noqa: F401
@@ -403,6 +404,91 @@ def the_likeliest_token_instead_of_a_sample(draw_token):
 @planted("lmrl.models.disable_dropout", "test_trainer.py::test_dropout_is_off_while_scoring")
 def dropout_left_on(disable_dropout):
     return lambda model: model.train()
+
+
+# --- log-probs without the logits -------------------------------------------------------------------------------------
+
+TILES = "test_logprobs.py::test_many_small_tiles_give_the_materialised_values_and_gradients"
+MODELS = "test_logprobs.py::test_completion_logprobs_are_those_of_the_materialised_logits"
+
+
+@planted("lmrl.logprobs.tile_gradient", TILES, temperature=0.6, softcap=None)
+@planted("lmrl.logprobs.tile_gradient", TILES, temperature=0.6, softcap=3.0)
+@planted("lmrl.logprobs.tile_gradient", MODELS, name="qwen3", temperature=0.6)
+def fused_gradient_without_the_temperature(tile_gradient):
+    def faulty(*args):
+        return tile_gradient(*args) * args[-1]
+
+    return faulty
+
+
+@planted("lmrl.logprobs.tile_gradient", TILES, temperature=1.0, softcap=None)
+@planted("lmrl.logprobs.tile_gradient", MODELS, name="qwen3", temperature=1.0)
+def fused_gradient_without_the_entropy(tile_gradient):
+    return lambda logits, targets, entropy, logsumexp, slopes, *rest: tile_gradient(
+        logits, targets, entropy, logsumexp, (slopes[0], None), *rest
+    )
+
+
+@planted("lmrl.logprobs.tile_gradient", TILES, temperature=1.0, softcap=3.0)
+@planted("lmrl.logprobs.tile_gradient", MODELS, name="gemma2", temperature=1.0)
+def fused_gradient_without_the_slope_of_the_softcap(tile_gradient):
+    return edited(tile_gradient, "if bend is not None", "if False")
+
+
+@planted("lmrl.logprobs.tile_gradient", MODELS, name="cohere", temperature=1.0)
+def fused_gradient_without_the_scale_of_the_logits(tile_gradient):
+    return lambda *args: tile_gradient(*args) / args[-2].scale
+
+
+@planted("lmrl.logprobs.output_head", MODELS, name="gemma3_text", temperature=1.0)
+def softcap_of_the_model_ignored(output_head):
+    return then(output_head, lambda head: replace(head, softcap=None))
+
+
+@planted("lmrl.logprobs.output_head", MODELS, name="granite", temperature=1.0)
+def logit_scale_of_the_model_ignored(output_head):
+    return then(output_head, lambda head: replace(head, scale=1.0))
+
+
+@planted("lmrl.logprobs.output_head", MODELS, name="phi", temperature=1.0)
+def bias_of_the_head_ignored(output_head):
+    return then(output_head, lambda head: replace(head, bias=0 * head.bias))
+
+
+@planted("lmrl.logprobs.pieces", TILES, temperature=1.0, softcap=None)
+def last_vocabulary_tile_skipped(pieces):
+    return lambda total, size: pieces(total - total % size, size) if total > 20 else pieces(total, size)
+
+
+@planted("lmrl.logprobs.fold", TILES, temperature=1.0, softcap=None)
+def running_sums_not_rescaled_at_a_new_maximum(fold):
+    return edited(fold, "(m - higher).exp_()", "(m.isfinite() & torch.ones_like(m).bool()).to(m.dtype)")
+
+
+@planted("lmrl.logprobs.fold", TILES, temperature=1.0, softcap=None)
+def targets_not_moved_into_the_tile(fold):
+    return lambda logits, targets, sums: fold(logits, targets % logits.shape[1], sums)
+
+
+@planted("lmrl.logprobs.product", "test_logprobs.py::test_half_precision_is_summed_in_float32", dtype=torch.bfloat16)
+def products_in_half_precision(product):
+    return lambda a, b: (a.to(b.dtype) @ b).to(torch.promote_types(b.dtype, torch.float32))
+
+
+@planted("lmrl.logprobs.hidden_states", MODELS, name="qwen3", temperature=1.0)
+def hidden_states_one_token_late(hidden_states):
+    return edited(hidden_states, "prompt_ids.shape[1] - 1 : -1", "prompt_ids.shape[1] :")
+
+
+@planted("lmrl.logprobs.unflatten", MODELS, name="qwen3", temperature=1.0)
+def flat_tokens_put_back_column_by_column(unflatten):
+    return lambda values, mask: unflatten(values, mask.T.contiguous()).T
+
+
+@planted("lmrl.logprobs.fused_logprobs", MODELS, name="qwen3", temperature=0.6)
+def temperature_missing_in_the_fused_logprobs(fused_logprobs):
+    return lambda *args, **kwargs: fused_logprobs(*args, **kwargs | {"temperature": 1.0})
 
 
 # --- aggregation ------------------------------------------------------------------------------------------------------
