@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmrl.policy import (
-    Samples,
-    length_mask,
-)
+from lmrl.policy import Samples, length_mask
 
 __all__ = [
     "Rollouts",

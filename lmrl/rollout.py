@@ -12,10 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lmrl.batch import (
-    Rollouts,
-    rollouts_from_samples,
-)
+from lmrl.batch import Rollouts, rollouts_from_samples
 from lmrl.policy import (
     complete,
     pad_left,

@@ -18,45 +18,54 @@
 # and answers. A trainer handles hundreds of answers of different lengths at once. What exactly are the tensors, and
 # where can they be wrong without anyone noticing?
 #
-# The whole step fits on seven lines. The letters are $B$ rows (completions), $P$ prompt columns, $T$ completion columns
-# and $G$ completions per prompt.
+# The whole step fits on nine lines. The letters are $N$ prompts, $G$ completions of each, $B = NG$ rows, $P$ prompt columns
+# and $T$ completion columns.
 #
 # | line | value | shape |
 # |---|---|---|
-# | sample $G$ completions for each prompt | ids, log-probs they were sampled with | `[B, T]` |
-# | which entries are tokens that the policy chose | mask | bool `[B, T]` |
+# | sample $G$ completions for each prompt | ids $a_t$, log-probs they were sampled with | `[B, T]` |
+# | which entries are tokens that the policy chose | mask $m$ | bool `[B, T]` |
 # | let the verifier read the texts | rewards $R$ | `[B]` |
 # | compare within each prompt's group | advantages $A$ | `[B]` → `[B, T]` |
-# | score the ids with the policy | $\log\pi_\theta(a_t\mid s_t)$ | `[B, T]` |
-# | clipped surrogate, weighted over tokens | loss | scalar |
+# | score the ids with the policy as it was, and with the reference | $\log\pi_{\text{old}}$, $\log\pi_{\text{ref}}$ | `[B, T]` |
+# | say how much each token counts | weights $w$ | `[B, T]` |
+# | score the ids with the policy, in pieces that fit into memory | $\log\pi_\theta(a_t\mid s_t)$ | `[b, t]` |
+# | clipped surrogate and penalty, weighted | loss | scalar |
 # | step | $\theta$ | |
 #
-# Three of these lines deserve a closer look: the mask, the weights, and the memory that the fifth line would like to use.
+# We build the lines one by one; near the end they stand together as a program that checks every shape. Four of them
+# deserve a closer look: the mask, the weights, the memory that scoring would like to use, and the time that sampling takes.
 
 # %%
+import copy
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import ipywidgets as widgets
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmrl.baselines import group_advantages
-from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.policy import (
     Samples,
     addition_problems,
     addition_reward,
+    build_policy,
     complete,
     completion_inputs,
     completion_texts,
     length_mask,
+    masked_mean,
     pad_left,
     tempered,
     token_logprobs,
@@ -362,7 +371,18 @@ train, heldout = addition_problems()
 problems, G = train[:4], 8
 sampler = TorchSampler(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_length=4)
 rollouts = sampler.generate([tokenizer(problem.prompt).input_ids for problem in problems], G, seed=0)
-print({name: tuple(value.shape) for name, value in vars(rollouts).items() if value is not None})
+print({name: tuple(value.shape) for name, value in rollouts.known().items()})
+
+# %% [markdown]
+# Ask again with the prompts in another order and fewer completions of each: those that are drawn are the same ones.
+
+# %%
+backwards = sampler.generate([tokenizer(problem.prompt).input_ids for problem in reversed(problems)], 3, seed=0)
+for g in range(4):
+    first, again = rollouts.select(rollouts.group == g), backwards.select(backwards.group == 3 - g)
+    width = again.mask.shape[1]
+    assert torch.equal(first.mask[:3, :width], again.mask)
+    assert torch.equal(first.completion_ids[:3, :width], again.completion_ids)
 
 # %% [markdown]
 # ## Masking is not a detail
@@ -386,6 +406,43 @@ example = rollouts_from_samples(prompt_ids, prompt_mask, torch.arange(3), sample
 assert example.mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
 by_comparing_ids = example.completion_ids != pad
 assert by_comparing_ids.int().tolist()[0] == [1, 1, 0, 0, 0]  # the sampled end-of-sequence token is lost
+
+# %% [markdown]
+# Here is the batch as the trainer sees it: which entries are state, which were chosen, and which are nothing.
+
+
+# %% tags=["export:figures"]
+def batch_cells(rollouts: Rollouts):
+    """The cells of a small batch by kind: prompt, chosen token, stop token, padding."""
+    figure, axes = new_figure(height=1.9)
+    prompt_width = rollouts.prompt_ids.shape[1]
+    chosen_style = {"boxstyle": "square,pad=0.35", "facecolor": COLORS["policy"], "edgecolor": "white"}
+    for i, (prompt, mask, cut) in enumerate(zip(rollouts.prompt_mask, rollouts.mask, rollouts.truncated, strict=True)):
+        last = int(mask.sum()) - 1
+        letters = ["x" if real else "·" for real in prompt]
+        letters += ["·" if not real else "E" if t == last and not cut else "y" for t, real in enumerate(mask)]
+        for column, letter in enumerate(letters):
+            chosen = letter in "yE"
+            style = (
+                {"color": "white", "weight": "bold", "bbox": chosen_style} if chosen else {"color": COLORS["reference"]}
+            )
+            axes.text(column, i, letter, ha="center", va="center", **style)
+    axes.axvline(prompt_width - 0.5, color="black", linewidth=0.8)
+    axes.set(xlim=(-0.7, len(letters) - 0.3), ylim=(len(rollouts) - 0.4, -0.6), ylabel="row")
+    axes.set_title("prompt | completion", loc="left")
+    axes.set_xticks([])
+    axes.set_yticks(range(len(rollouts)))
+    return figure
+
+
+# %%
+show(
+    batch_cells(example),
+    caption="Filled cells are trained: y a chosen token, E a chosen stop token. The others are not: x prompt, · padding. The "
+    "stop token is inside the mask even where pad and stop share an id; the second row was cut off and has none.",
+    alt="Three rows of a batch. Left of a line, prompt tokens x behind padding dots; right of it, filled cells y for chosen "
+    "tokens, E at the end of rows one and three, dots after it.",
+)
 
 # %% [markdown]
 # ## How much does a token count?
@@ -440,6 +497,69 @@ for kind, w in weights.items():
     print(f"{kind:8} short answer {w[0, 0]:.2e}, long answer {w[1, 0]:.2e}, ratio {w[0, 0] / w[1, 0]:.0f}")
 assert math.isclose(weights["grpo"][0, 0] / weights["grpo"][1, 0], 20, rel_tol=1e-6)
 assert weights["dapo"][0, 0] == weights["dapo"][1, 0] and weights["dr_grpo"][0, 0] == weights["dr_grpo"][1, 0]
+
+# %% [markdown]
+# The same weights seen from the other side: what share of the step's loss does a whole answer get? Under `grpo` each gets
+# the same, and its tokens divide it. Under `dapo` the long answer gets as much as it has tokens, and so changes what is left
+# for the others. Under `dr_grpo` a token's weight depends on no length at all, its own or another's; the shares need not
+# sum to 1, and a step of short answers has a smaller gradient.
+#
+# None of them is right and the others wrong. The gradient of section 4 sums over tokens and averages over answers: up to a
+# constant that is `dr_grpo`. The other two divide by a length that depends on the sample, which is a choice and a bias.
+
+
+# %% tags=["export:figures"]
+def token_and_answer_weights(lengths: list[int], weights: dict[str, Tensor]):
+    """For answers of ``lengths`` and ``weights`` ``[B]`` of one token per loss type: weight of a token, share of an answer."""
+    figure, (left, right) = new_figure(1, 2, height=3.2, sharey=True)
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left=0.13, right=0.98, top=0.9, bottom=0.16, wspace=0.06)
+    most = 1000 * max(float(token.max()) for token in weights.values())
+    shades = dict(zip(weights, (COLORS["advantage"], COLORS["policy"], COLORS["reference"]), strict=True))
+    for k, (kind, token) in enumerate(weights.items()):
+        y = [i + 0.27 * (k - 1) for i in range(len(lengths))]
+        share = token * torch.tensor(lengths)
+        left.barh(y, 1000 * token, height=0.24, color=shades[kind])
+        right.barh(y, share, height=0.24, color=shades[kind])
+        for i, place in enumerate(y):
+            left.text(1000 * token[i] + 0.01 * most, place, f"{kind} {1000 * token[i]:.2g}", va="center", fontsize=8)
+            right.text(share[i] + 0.01, place, f"{kind} {share[i]:.0%}", va="center", fontsize=8)
+    left.set_yticks(range(len(lengths)), [f"{n} tokens" for n in lengths])
+    left.set(xlim=(0, 1.5 * most), xlabel="weight × 1000", ylim=(len(lengths) - 0.5, -0.5))
+    left.set_title("one token", loc="left")
+    right.set(xlim=(0, 1.25), xlabel="share of the loss")
+    right.set_title("the whole answer", loc="left")
+    return figure
+
+
+# %% tags=["demo"]
+def weigh(short: int, long: int, cap: int) -> Figure:
+    lengths = [short, long]
+    mask = length_mask(torch.tensor(lengths).clamp(max=cap), cap)
+    found = {kind: token_weights(mask, kind, cap)[:, 0] for kind in LOSS_TYPES}
+    return token_and_answer_weights(mask.sum(1).tolist(), found)
+
+
+# %%
+show(
+    weigh(100, 2000, 4000),
+    caption="Two answers in one step, length cap 4,000. Under grpo a token of the short answer counts 20 times as much; under "
+    "the other two both count the same, and the long answer is most of the loss.",
+    alt="Bars for an answer of 100 and one of 2000 tokens. Left, weight of one token per loss type: grpo 5 against 0.25 thousandths, "
+    "the others equal. Right, share of the loss: grpo half each, dapo 5 and 95 per cent, dr_grpo 1 and 25 per cent.",
+)
+
+# %% [markdown]
+# Make the long answer longer and watch the *short* one's tokens: under `dapo` they lose weight, under the other two they
+# do not. Then raise the cap: only `dr_grpo` changes.
+
+# %%
+explore(
+    weigh,
+    short=widgets.IntSlider(100, min=10, max=1000, step=10, description="short answer [tokens]"),
+    long=widgets.IntSlider(2000, min=10, max=4000, step=10, description="long answer [tokens]"),
+    cap=widgets.IntSlider(4000, min=1000, max=8000, step=100, description="length cap [tokens]"),
+)
 
 # %% [markdown]
 # The accident with the mean of means, in numbers: one micro-batch holds a single token of loss 4, another three tokens
@@ -584,16 +704,75 @@ rollouts = replace(rollouts, advantages=advantages, old_logprobs=old)
 gradients = {}
 for budget in (1000, 100, 20):
     model.zero_grad()
-    pieces = list(micro_batches(rollouts, weights, budget))
-    for piece, piece_weights in pieces:
+    parts = list(micro_batches(rollouts, weights, budget))
+    for piece, piece_weights in parts:
         logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids)
         policy_loss(logprobs, piece.old_logprobs, piece.advantages, piece_weights).backward()
     gradients[budget] = torch.cat([p.grad.flatten() for p in model.parameters()])
     error = (gradients[budget] - gradients[1000]).norm() / gradients[1000].norm()
-    print(
-        f"{budget:4} tokens: {len(pieces):2} micro-batches, {padding_share(pieces):.0%} padding, gradient differs by {error:.1e}"
-    )
+    shape = f"{len(parts):2} micro-batches, {padding_share(parts):.0%} padding"
+    print(f"{budget:4} tokens: {shape}, gradient differs by {error:.1e}")
     assert error < 1e-5
+
+# %% [markdown]
+# With answers of four tokens there is little to gain. Lengths in practice have a long tail; here are 32 answers with lengths
+# from an exponential distribution. Cut in the order in which they come, eight rows each, every piece is as wide as its
+# longest row. Sorted and cut by the area that eight rows of full length would have, fewer pieces hold the same tokens.
+
+
+# %% tags=["export:figures"]
+def cut_rectangles(prompts: list[int], completions: list[int], cuts: dict[str, list[list[int]]]):
+    """One panel per way to cut: each row as a bar, each piece as the rectangle that goes through the model."""
+    figure, panels = new_figure(1, len(cuts), height=3.4, sharex=True, sharey=True)
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left=0.05, right=0.98, top=0.9, bottom=0.15, wspace=0.06)
+    for axes, (name, pieces) in zip(panels, cuts.items(), strict=True):
+        order = [row for piece in pieces for row in piece]
+        places = [k + i for i, piece in enumerate(pieces) for k in range(len(order)) if order[k] in piece]
+        starts, widths = [], []
+        for piece in pieces:
+            starts += [-max(prompts[row] for row in piece)] * len(piece)
+            widths += [max(completions[row] for row in piece) - starts[-1]] * len(piece)
+        axes.barh(places, widths, left=starts, height=1.0, color=COLORS["error"], alpha=0.3)
+        axes.barh(places, [-prompts[row] for row in order], height=0.8, color=COLORS["reference"])
+        axes.barh(places, [completions[row] for row in order], height=0.8, color=COLORS["policy"])
+        padding = 1 - sum(prompts + completions) / sum(widths)
+        axes.set_title(f"{name}: {len(pieces)} pieces, {padding:.0%} padding", loc="left", fontsize=10)
+        axes.set(xlabel="prompt | completion [tokens]", ylim=(len(order) + len(pieces), -1.5))
+        axes.set_yticks([])
+    panels[0].set_ylabel("rows")
+    return figure
+
+
+# %% tags=["demo"]
+def cut_two_ways(mean: int, rows_in_budget: int) -> Figure:
+    generator = torch.Generator().manual_seed(0)
+    completions = torch.empty(32).exponential_(1 / mean, generator=generator).ceil().clamp(1, 64).int().tolist()
+    prompts = torch.randint(6, 13, (32,), generator=generator).tolist()
+    in_order = [list(range(32))[i : i + rows_in_budget] for i in range(0, 32, rows_in_budget)]
+    by_tokens = list(cut_by_tokens(prompts, completions, rows_in_budget * (max(prompts) + 64)))
+    return cut_rectangles(prompts, completions, {"in order": in_order, "by tokens": by_tokens})
+
+
+# %%
+show(
+    cut_two_ways(16, 8),
+    caption="Grey: prompts. Blue: completions. Pale: padding, which costs as much as a token. A budget of eight rows of full "
+    "length (cap 64), cut two ways.",
+    alt="Two panels of 32 horizontal bars in groups. In order: four groups with much pale padding. By tokens: bars sorted by "
+    "length, fewer groups, little padding.",
+)
+
+# %% [markdown]
+# Lower the mean length: the cut in order keeps its number of pieces, the one by tokens needs fewer and fewer. A budget of
+# very few rows makes either cut tight, at the price of many passes.
+
+# %%
+explore(
+    cut_two_ways,
+    mean=widgets.IntSlider(16, min=2, max=60, description="mean completion length [tokens]"),
+    rows_in_budget=widgets.IntSlider(8, min=1, max=32, description="budget [rows of full length]"),
+)
 
 # %% [markdown]
 # ## The logits are the memory event
@@ -1038,63 +1217,281 @@ def require_output_head(model) -> None:
 
 
 # %% [markdown]
-# ## The picture
+# ## The step, in shapes
 #
-# Left, the batch as the trainer sees it: which squares are state, which were chosen, and which are nothing. Right,
-# what a token weighs depending on the length of the answer it stands in.
+# Everything is in place. This is one whole step of GRPO with a KL penalty, on 16 prompts with 8 completions each, in the
+# order of the table at the top. Every shape that it names is asserted.
+
+# %%
+prompts = [tokenizer(problem.prompt).input_ids for problem in train[:16]]
+answers = [problem.answer for problem in train[:16]]
+N, G, cap, beta = 16, 8, 4, 0.02
+learner, reference = copy.deepcopy(model), model
+sampler = TorchSampler(learner, [tokenizer.eos_token_id], tokenizer.pad_token_id, cap)
+optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-4, weight_decay=0.0)
+
+clock = [time.perf_counter()]
+rollouts = sampler.generate(prompts, G, seed=1)
+B, P, T = len(rollouts), rollouts.prompt_ids.shape[1], rollouts.mask.shape[1]
+assert B == N * G and T <= cap
+assert rollouts.prompt_ids.shape == rollouts.prompt_mask.shape == (B, P)
+assert rollouts.completion_ids.shape == rollouts.mask.shape == rollouts.sampler_logprobs.shape == (B, T)
+clock.append(time.perf_counter())
+
+texts = completion_texts(tokenizer, rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated)
+rewards = torch.tensor(addition_reward([], texts, answer=[answers[g] for g in rollouts.group.tolist()]))
+advantages = group_advantages(rewards, rollouts.group)
+assert rewards.shape == advantages.shape == rollouts.truncated.shape == rollouts.group.shape == (B,)
+rollouts = replace(rollouts, rewards=rewards, advantages=advantages[:, None].expand(B, T))
+clock.append(time.perf_counter())
+
+batch = rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, rollouts.mask
+with torch.no_grad():
+    old_logprobs, entropies = completion_logprobs(learner, *batch)
+    ref_logprobs, _ = completion_logprobs(reference, *batch)
+assert old_logprobs.shape == ref_logprobs.shape == entropies.shape == (B, T)
+rollouts = replace(rollouts, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+clock.append(time.perf_counter())
+
+weights = token_weights(rollouts.mask, "dapo", cap)
+assert weights.shape == (B, T) and abs(weights.sum() - 1) < 1e-5
+parts, losses = list(micro_batches(rollouts, weights, max_tokens=32 * (P + cap))), []
+for piece, piece_weights in parts:
+    logprobs, _ = completion_logprobs(learner, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask)
+    assert logprobs.shape == piece.old_logprobs.shape == piece_weights.shape == (len(piece), piece.mask.shape[1])
+    loss = policy_loss(
+        logprobs, piece.old_logprobs, piece.advantages, piece_weights, beta=beta, ref_logprobs=piece.ref_logprobs
+    )
+    assert loss.shape == ()
+    loss.backward()
+    losses.append(loss.item())
+optimizer.step()
+clock.append(time.perf_counter())
+print(f"N {N}, G {G}, B {B}, P {P}, T {T}; {int(rollouts.mask.sum())} chosen tokens in {len(parts)} micro-batches")
+print(f"mean reward {rewards.mean():.3f}, entropy {masked_mean(entropies, rollouts.mask):.3f} nats per token")
+
+# %% [markdown]
+# What can be known beforehand is checked. At the first step all ratios are 1 and the reference is the policy itself, so
+# that the loss is minus the weighted mean of the advantages, whatever the cut. The sampler's log-probs, found one token at a
+# time with a cache, are the trainer's, found in one pass without it. And afterwards the policy has moved.
+
+# %%
+assert abs(sum(losses) + (weights * rollouts.advantages).sum()) < 1e-5
+assert (old_logprobs - rollouts.sampler_logprobs)[rollouts.mask].abs().max() < 1e-4
+with torch.no_grad():
+    new_logprobs, _ = completion_logprobs(learner, *batch)
+moved = masked_mean(kl_k3(old_logprobs, new_logprobs), rollouts.mask)  # the samples are from the old policy
+print(f"KL of the old policy from the new one, estimated: {moved:.1e} nats per token")
+assert moved > 0
+
+# %% [markdown]
+# ## Where the time goes
+#
+# The same step, timed by its four parts:
+
+# %%
+seconds = dict(zip(("generate", "grade", "score", "update"), np.diff(clock), strict=True))
+for name, value in seconds.items():
+    print(f"{name:8} {1000 * value:6.1f} ms {value / sum(seconds.values()):4.0%}")
+assert math.isclose(sum(seconds.values()), clock[-1] - clock[0]) and min(seconds.values()) > 0
+
+# %% [markdown]
+# **Claim 11.5** says that generation dominates a synchronous step, one that trains only after the last completion has
+# ended. With answers of at most four tokens it need not, and the numbers above say what it is here. The claim is about *long*
+# completions, and there are two reasons for it.
+#
+# Generating $T$ tokens takes $T$ passes through the model, one after the other, each for a single token per row. Scoring and
+# its gradient take one pass for all $T$. The arithmetic is of the same order, but a pass has a price of its own: here the
+# calls, on a GPU above all the weights, which are read from memory once per pass. The fewer rows share it, the worse.
+#
+# And lengths have a tail. Rows that have ended leave the batch, and the last ones run almost alone, at nearly the price of
+# a full batch.
+#
+# So we measure: 16 rows that never stop, for several length caps, against one forward and backward pass over the same
+# tokens.
+
+# %%
+caps = [4, 16, 64, 128]
+untrained = build_policy(tokenizer, max_positions=256)
+seconds = {"generate": [], "update": []}
+for length in caps:
+    endless = TorchSampler(untrained, [len(tokenizer)], tokenizer.pad_token_id, length)  # a stop id that nobody samples
+    tries = []
+    for seed in range(2):
+        marks = [time.perf_counter()]
+        drawn = endless.generate(prompts, 1, seed)
+        marks.append(time.perf_counter())
+        logprobs, _ = completion_logprobs(
+            untrained, drawn.prompt_ids, drawn.prompt_mask, drawn.completion_ids, drawn.mask
+        )
+        (-logprobs.mean()).backward()
+        marks.append(time.perf_counter())
+        tries.append(np.diff(marks))
+    assert drawn.mask.shape == (16, length) and drawn.mask.all()
+    best = np.min(tries, axis=0)
+    seconds["generate"].append(best[0])
+    seconds["update"].append(best[1])
+    print(f"{length:3} tokens: generation {best[0]:.3f} s, update {best[1]:.3f} s, share {best[0] / best.sum():.0%}")
 
 
 # %% tags=["export:figures"]
-def batch_and_weights(rollouts: Rollouts, lengths: Tensor, weights: dict[str, Tensor]):
-    """Left: the cells of a batch by kind. Right: weight of one token against answer length, per loss type."""
-    figure, (left, right) = new_figure(1, 2, height=3.4, width_ratios=[1.1, 1])
-    prompt_width = rollouts.prompt_ids.shape[1]
-    ends = rollouts.mask.sum(1) - 1
-    for i in range(len(rollouts)):
-        for t in range(prompt_width):
-            real = bool(rollouts.prompt_mask[i, t])
-            left.text(t, i, "x" if real else "·", ha="center", va="center", color=COLORS["reference"])
-        for t in range(rollouts.mask.shape[1]):
-            chosen, column = bool(rollouts.mask[i, t]), prompt_width + t
-            if not chosen:
-                left.text(column, i, "·", ha="center", va="center", color=COLORS["reference"])
-                continue
-            stop = t == int(ends[i]) and not bool(rollouts.truncated[i])
-            left.text(
-                column,
-                i,
-                "E" if stop else "y",
-                ha="center",
-                va="center",
-                color="white",
-                weight="bold",
-                bbox={"boxstyle": "square,pad=0.3", "facecolor": COLORS["policy"], "edgecolor": "white"},
-            )
-    left.axvline(prompt_width - 0.5, color="black", linewidth=0.8)
-    left.set(xlim=(-0.7, prompt_width + rollouts.mask.shape[1] - 0.3), ylim=(len(rollouts) - 0.4, -0.6))
-    left.set(title="Filled = trained: y chosen, E stop token", xlabel="x prompt, · padding", ylabel="row")
-    left.set_xticks([])
-    left.set_yticks(range(len(rollouts)))
-    for (kind, values), style, y in zip(weights.items(), ("-", "--", ":"), (1.35, 1.35, 0.6), strict=True):
-        right.plot(lengths, values, style, color=COLORS["advantage"] if kind == "grpo" else COLORS["policy"])
-        right.text(lengths[0], values[0] * y, kind, va="bottom" if y > 1 else "top")
-    right.set(xscale="log", yscale="log", title="Weight of one token", xlabel="answer length [tokens]", ylabel="weight")
-    right.set_ylim(min(v.min() for v in weights.values()) / 3, max(v.max() for v in weights.values()) * 4)
+def time_and_tail(caps: list[int], seconds: dict[str, list[float]], running: Tensor):
+    """Left: seconds of generation and update against completion length. Right: rows still ``running`` at each token."""
+    figure, (left, right) = new_figure(1, 2, height=3.2)
+    for name, color in (("generate", COLORS["policy"]), ("update", COLORS["advantage"])):
+        left.plot(caps, seconds[name], "o-", color=color)
+        left.text(caps[-1] * 1.15, seconds[name][-1], name, color=color, va="center")
+    decades = [10**power for power in range(-4, 5)]
+    lowest, highest = min(seconds["update"]), max(seconds["generate"])
+    left.set(xscale="log", yscale="log", xlabel="completion length [tokens]", ylabel="time [s]")
+    left.set_yticks(decades, [f"{decade:g}" for decade in decades])
+    left.set_ylim(max(d for d in decades if d < lowest), min(d for d in decades if d > highest))
+    left.set_xlim(caps[0] / 1.3, caps[-1] * 5)
+    left.set_xticks(caps, caps)
+    left.minorticks_off()
+    left.set_title("16 rows of one length", loc="left")
+    right.fill_between(range(len(running)), running, step="post", color=COLORS["policy"], alpha=0.4)
+    used = running.sum() / (len(running) * running[0])
+    right.text(len(running) * 0.3, running[0] * 0.8, f"on average {used:.0%} are running")
+    right.set(xlabel="token", ylabel="rows still running", ylim=(0, None))
+    right.set_title("256 rows of different lengths", loc="left")
     return figure
 
 
 # %%
-lengths = torch.tensor([100, 200, 500, 1000, 2000])
-mask = length_mask(lengths, 2000)
+lengths = (
+    torch.empty(256).exponential_(1 / 1000, generator=torch.Generator().manual_seed(0)).ceil().long().clamp(max=4096)
+)
 show(
-    batch_and_weights(example, lengths, {kind: token_weights(mask, kind, 4000)[:, 0] for kind in LOSS_TYPES}),
-    caption="Left: the mask follows the lengths, so the stop token E is trained even where pad and stop share an id. "
-    "Right: averaging over the answer first makes a token of a short answer count more; the other two do not.",
-    alt="Left, three rows of a batch with prompt, chosen tokens, stop token and padding marked. Right, token weight "
-    "against answer length on log axes: grpo falls like one over the length, dapo and dr_grpo are flat.",
+    time_and_tail(caps, seconds, length_mask(lengths, 4096).sum(0)),
+    caption="Left, measured: generation takes a pass per token, the update one pass for all, and the gap widens. "
+    "Right: 256 completions with a mean of 1,000 tokens and a cap of 4,096; most of the time a few stragglers run.",
+    alt="Left, time against completion length on log axes; the line of generation lies above that of the update and rises "
+    "faster. Right, the number of running rows falls from 256 steeply, with a long low tail up to 4096 tokens.",
 )
 
 # %% [markdown]
-# **What is still missing.** The logits are still materialised and the micro-batches are cut in the order of the rows; a
-# later part of this section computes the log-probs without the logits and cuts by length. Who the models in the room
-# are, what they cost and how they are loaded is section 12; section 16 puts the seven lines into a loop.
+# The trainer of section 16 reports the share of every step as `generation_share`. When it nears 1, the obvious
+# remedy is to train on slightly older completions while new ones are being written. Then the policy that wrote them is not
+# the one that is trained, and the ratio of section 10 has work to do from the first pass on.
+#
+# ## Exercises
+#
+# **1. Predict, then run.** A step has two answers, of 2 and of 6 tokens, with a length cap of 8. What share of the loss does
+# the *longer* answer get under each loss type? Three fractions.
+
+# %% tags=["exercise"]
+prediction = {"grpo": None, "dapo": None, "dr_grpo": None}
+
+# %% tags=["solution"]
+prediction = {"grpo": 1 / 2, "dapo": 6 / 8, "dr_grpo": 6 / 16}
+
+# %% tags=["check"]
+import torch
+
+from lmrl.loss import token_weights
+from lmrl.policy import length_mask
+
+for kind, guess in prediction.items():
+    share = token_weights(length_mask(torch.tensor([2, 6]), 8), kind, 8)[1].sum().item()
+    assert guess is not None, "write down a prediction first"
+    assert abs(guess - share) < 1e-6, f"{kind}: the longer answer gets {share}"
+
+# %% [markdown]
+# **2. Write it.** An engine returns rows of ids, filled up with the pad id, which is also one of the stop ids. It does not
+# return lengths. Make the mask: every token up to the *first* stop token, and that one too; all of a row without one.
+
+# %% tags=["exercise"]
+import torch
+
+
+def mask_up_to_stop(ids, stop_ids):
+    """Bool [B, T] from ids int64 [B, T]."""
+    raise NotImplementedError
+
+
+# %% tags=["solution"]
+import torch
+
+
+def mask_up_to_stop(ids, stop_ids):
+    """Bool [B, T] from ids int64 [B, T]."""
+    stopped = torch.isin(ids, torch.tensor(stop_ids))
+    return stopped.cumsum(1) - stopped.long() == 0  # no stop token *before* this one
+
+
+# %% tags=["check"]
+from lmrl.policy import build_policy, build_tokenizer
+from lmrl.rollout import TorchSampler
+
+ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 7, 2, 2, 2]])
+assert mask_up_to_stop(ids, [2]).sum(1).tolist() == [3, 5, 1, 3], "the stop token itself was chosen"
+assert mask_up_to_stop(ids, [2, 7]).sum(1).tolist() == [3, 3, 1, 2], "several stop ids"
+small = TorchSampler(build_policy(build_tokenizer()), [2, 7], 2, 6)
+sampled = small.generate([[1, 5], [1, 6, 7]], 32, seed=0)
+padded = torch.where(sampled.mask, sampled.completion_ids, 2)
+assert torch.equal(mask_up_to_stop(padded, [2, 7]), sampled.mask)
+
+# %% [markdown]
+# **3. Find the bug.** This accumulates the gradient of the token-mean loss over micro-batches. With a single micro-batch it
+# is right, and with several it looks reasonable: each loss is a mean, and so is their average. The check computes the
+# gradient of the mean over all tokens of the step, in one piece.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.batch import micro_batches
+from lmrl.loss import policy_loss, token_weights
+from lmrl.policy import token_logprobs
+
+
+def step_gradient(model, rollouts, max_tokens):
+    """The gradient of one step, accumulated over micro-batches of `max_tokens`: a flat tensor."""
+    model.zero_grad()
+    cut = list(micro_batches(rollouts, rollouts.mask.float(), max_tokens))
+    for piece, _ in cut:
+        weights = token_weights(piece.mask, "dapo", 6)
+        logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids)
+        (policy_loss(logprobs, logprobs.detach(), piece.advantages, weights) / len(cut)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.batch import micro_batches
+from lmrl.loss import policy_loss, token_weights
+from lmrl.policy import token_logprobs
+
+
+def step_gradient(model, rollouts, max_tokens):
+    """The gradient of one step, accumulated over micro-batches of `max_tokens`: a flat tensor."""
+    model.zero_grad()
+    weights = token_weights(rollouts.mask, "dapo", 6)  # of the whole step, before it is cut
+    for piece, piece_weights in micro_batches(rollouts, weights, max_tokens):
+        logprobs = token_logprobs(model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids)
+        policy_loss(logprobs, logprobs.detach(), piece.advantages, piece_weights).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# %% tags=["check"]
+from dataclasses import replace
+
+from lmrl.policy import build_policy, build_tokenizer
+from lmrl.rollout import TorchSampler
+
+tiny = build_policy(build_tokenizer()).double()
+sampled = TorchSampler(tiny, [2, 7, 9], 0, 6).generate([[1, 5], [1, 6, 7]], 8, seed=0)
+noise = torch.randn(16, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+sampled = replace(sampled, advantages=noise.expand(sampled.mask.shape))
+scored = token_logprobs(tiny, sampled.prompt_ids, sampled.prompt_mask, sampled.completion_ids)
+mean = (scored * sampled.advantages)[sampled.mask].sum() / sampled.mask.sum()
+oracle = -torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(tiny.parameters()))])
+for max_tokens in (1000, 30, 8):
+    far = ((step_gradient(tiny, sampled, max_tokens) - oracle).norm() / oracle.norm()).item()
+    assert far < 1e-6, f"micro-batches of {max_tokens} tokens: the gradient is off by {far:.0%}"
+
+# %% [markdown]
+# **What is still missing.** The step knows its tensors, but not yet which models stand around it, what they cost in memory
+# and how they are loaded: that is section 12. Section 16 puts these nine lines into a loop that saves and resumes, and section
+# 14 corrects for an engine whose log-probs are not quite the trainer's.
