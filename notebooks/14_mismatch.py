@@ -43,7 +43,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -738,7 +738,11 @@ def rows_of_recipes(p, G):
         along = (moments.mean @ prompts.gradient / prompts.gradient.square().sum()).item()
         bias = (moments.bias.norm() / prompts.gradient.norm()).item()
         rows[name] = SimpleNamespace(
-            along=along, bias=bias, angle=math.degrees(math.acos(cosine)), noise=moments.snr**-2, variance=moments.variance
+            along=along,
+            bias=bias,
+            angle=math.degrees(math.acos(cosine)),
+            noise=moments.snr**-2,
+            variance=moments.variance,
         )
     return rows
 
@@ -749,9 +753,7 @@ rows = rows_of_recipes(p, G)
 norm = two_prompts_at(p).gradient.square().sum().item()
 print(f"{'':13}along ∇J   bias/‖∇J‖   angle   variance/‖∇J‖²   variance/‖mean‖²")
 for name, row in rows.items():
-    print(
-        f"{name:13}{row.along:8.3f}{row.bias:12.3f}{row.angle:7.2f}°{row.variance / norm:16.3f}{row.noise:18.3f}"
-    )
+    print(f"{name:13}{row.along:8.3f}{row.bias:12.3f}{row.angle:7.2f}°{row.variance / norm:16.3f}{row.noise:18.3f}")
 assert rows["reinforce"].angle < 1e-4 and abs(rows["reinforce"].along - 1 / 2) < 1e-6
 assert rows["rloo"].angle < 1e-4 and abs(rows["rloo"].along - 1 / 2) < 1e-6
 assert rows["dr_grpo"].angle < 1e-4 and abs(rows["dr_grpo"].along - (1 - 1 / G) / 2) < 1e-6
