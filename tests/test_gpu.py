@@ -1,0 +1,57 @@
+"""benchmarks/gpu.py: on a GPU as it is, elsewhere with tiny shapes, so that it runs on the day there is one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu  # noqa: E402
+
+
+def test_its_pieces_run_on_a_cpu(capsys):
+    assert gpu.main(["--device", "cpu", "--small"]) == 0
+    out = capsys.readouterr().out
+    assert "FAIL" not in out and "0 checks failed" in out
+    for words in ("fused_token_loss bfloat16", "three products", "2 steps of lmrl train in bfloat16: exit code"):
+        assert words in out
+
+
+def test_a_wrong_gradient_and_a_nan_fail(capsys, monkeypatch):
+    def halved(problem):
+        loss, logprobs = gpu.materialised(problem)
+        return loss / 2 + loss.detach() / 2, logprobs
+
+    def undefined(problem):
+        loss, logprobs = gpu.materialised(problem)
+        return loss, logprobs * float("nan")
+
+    monkeypatch.setattr(gpu, "PATHS", {"materialised": gpu.materialised, "halved": halved, "undefined": undefined})
+    report = gpu.Report()
+    gpu.check_logprobs(report, gpu.TINY_SHAPES, "cpu")
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert report.failed == len(failed) == 2 * 3
+    assert sum("halved" in line and ": d " in line for line in failed) == 4
+    assert sum("undefined" in line and "log-probs" in line for line in failed) == 2
+
+
+def test_a_run_that_fails_is_a_failed_check(capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "lmrl", lambda arguments: print("lmrl: out of memory") or 2)
+    report = gpu.Report()
+    gpu.check_training(report, "float32", 2, "cpu", largest_gap=1e-3)
+    assert report.failed == 1 and "lmrl: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_at_once():
+    result = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "benchmarks/gpu.py: PyTorch sees no CUDA device here\n"
+
+
+@pytest.mark.gpu
+def test_everything_on_a_gpu():
+    assert gpu.main([]) == 0
