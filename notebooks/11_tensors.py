@@ -50,6 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -722,23 +723,28 @@ for budget in (1000, 100, 20):
 
 # %% tags=["export:figures"]
 def cut_rectangles(prompts: list[int], completions: list[int], cuts: dict[str, list[list[int]]]):
-    """One panel per way to cut: each row as a bar, each piece as the rectangle that goes through the model."""
+    """One panel per way to cut: each piece as the rectangle of tokens and padding that goes through the model."""
     figure, panels = new_figure(1, len(cuts), height=3.4, sharex=True, sharey=True)
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.05, right=0.98, top=0.9, bottom=0.15, wspace=0.06)
+    shades = ["white", "#f3c7bd", COLORS["reference"], COLORS["policy"]]
+    left, width = max(prompts), max(prompts) + max(completions)
     for axes, (name, pieces) in zip(panels, cuts.items(), strict=True):
-        order = [row for piece in pieces for row in piece]
-        places = [k + i for i, piece in enumerate(pieces) for k in range(len(order)) if order[k] in piece]
-        starts, widths = [], []
+        lines = []
         for piece in pieces:
-            starts += [-max(prompts[row] for row in piece)] * len(piece)
-            widths += [max(completions[row] for row in piece) - starts[-1]] * len(piece)
-        axes.barh(places, widths, left=starts, height=1.0, color=COLORS["error"], alpha=0.3)
-        axes.barh(places, [-prompts[row] for row in order], height=0.8, color=COLORS["reference"])
-        axes.barh(places, [completions[row] for row in order], height=0.8, color=COLORS["policy"])
-        padding = 1 - sum(prompts + completions) / sum(widths)
+            first, last = left - max(prompts[row] for row in piece), left + max(completions[row] for row in piece)
+            for row in piece:
+                line = np.zeros(width, dtype=int)
+                line[first:last] = 1
+                line[left - prompts[row] : left], line[left : left + completions[row]] = 2, 3
+                lines.append(line)
+            lines.append(np.zeros(width, dtype=int))
+        cells = np.array(lines)
+        axes.imshow(np.array([to_rgb(shade) for shade in shades])[cells], aspect="auto", interpolation="nearest",
+                    extent=(-left, width - left, len(cells), 0))  # fmt: skip
+        padding = (cells == 1).sum() / (cells > 0).sum()
         axes.set_title(f"{name}: {len(pieces)} pieces, {padding:.0%} padding", loc="left", fontsize=10)
-        axes.set(xlabel="prompt | completion [tokens]", ylim=(len(order) + len(pieces), -1.5))
+        axes.set(xlabel="prompt | completion [tokens]", ylim=(len(prompts) + max(map(len, cuts.values())), 0))
         axes.set_yticks([])
     panels[0].set_ylabel("rows")
     return figure
