@@ -191,14 +191,19 @@ def interval_over_problems(values: torch.Tensor) -> Interval:
     return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def think(sampler: Sampler, contexts: list[list[int]], num_generations: int, seed: int) -> list[list[int]]:
-    """Each context followed by a sampled thought: len(contexts) · num_generations token rows, a context's together.
+def think(
+    sampler: Sampler, contexts: list[list[int]], num_generations: int, seed: int, *, opening: int, closing: int
+) -> list[list[int]]:
+    """Each context with a sampled thought behind it: len(contexts) · num_generations rows, a context's rows together.
 
-    The thought is what `sampler` writes after the context, up to its cap; a sampled stop token belongs to it. Section 13.
+    A thought stands between the tokens `opening` and `closing`. It is what `sampler` writes after `opening` until it
+    stops, for which `closing` should be one of its stop tokens, or until its cap. Section 13.
     """
+    contexts = [context + [opening] for context in contexts]
     rollouts = sampler.generate(contexts, num_generations, seed)
-    rows = zip(rollouts.group.tolist(), rollouts.completion_ids, rollouts.mask, strict=True)
-    return [contexts[group] + ids[mask].tolist() for group, ids, mask in rows]
+    ends = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
+    rows = zip(rollouts.group.tolist(), rollouts.completion_ids.tolist(), ends, strict=True)
+    return [contexts[group] + ids[:end] + [closing] for group, ids, end in rows]
 
 
 @torch.no_grad()

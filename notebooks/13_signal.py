@@ -41,10 +41,12 @@ from lmrl.batch import Rollouts, concatenate
 from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.loss import policy_loss, token_weights
 from lmrl.policy import (
+    ARITHMETIC_CHARACTERS,
     Addition,
     addition_problems,
     addition_reward,
     build_policy,
+    build_tokenizer,
     completion_logits,
     completion_texts,
     demonstration_batch,
@@ -341,8 +343,8 @@ def signal_probability(sizes: tuple[int, ...] = (2, 8, 64)) -> Figure:
         mixed = mixed_probability(p, size)
         axes.plot(p, success_probability(p, size), color=COLORS["reference"], linestyle=":", zorder=3)
         axes.plot(p, mixed, color=COLORS["advantage"])
-        where = (mixed > min(0.6, mixed.max() * 0.8)).nonzero()[0]
-        axes.annotate(f"G = {size}", (p[where], mixed[where]), xytext=(-6, 0), textcoords="offset points", ha="right")
+        where = (mixed > min(0.6, mixed.max() * 0.8)).nonzero()[-1]
+        axes.annotate(f"G = {size}", (p[where], mixed[where]), xytext=(7, 0), textcoords="offset points")
     axes.text(0.985, 1.03, "at least one right", color=COLORS["reference"], ha="center")
     axes.text(0.5, 0.42, "mixed", color=COLORS["advantage"], ha="center")
     axes.set(xscale="logit", xlim=(p[0], p[-1]), ylim=(0, 1.12), xlabel="pass rate p", ylabel="probability")
@@ -373,7 +375,9 @@ def group_outcomes(pass_rate: float = 0.1, size: int = 8) -> Figure:
     left.plot(p, mixed_probability(p, size), color=COLORS["advantage"], lw=2)
     left.plot(pass_rate, here, "o", color="black", ms=7)
     left.set(xscale="logit", xlim=(p[0], p[-1]), ylim=(0, 1.08), xlabel="pass rate p", ylabel="P(mixed)")
-    left.set_title(f"mixed: {here:.1%} of the groups")
+    left.set_xticks([0.001, 0.05, 0.5, 0.95, 0.999], ["0.001", "0.05", "0.5", "0.95", "0.999"])
+    left.minorticks_off()
+    left.set_title(f"mixed: {here:.1%} of the groups", loc="left")
     number = torch.arange(size + 1, dtype=torch.float64)
     chances = torch.distributions.Binomial(size, torch.tensor(pass_rate, dtype=torch.float64)).log_prob(number).exp()
     tied = (number == 0) | (number == size)
@@ -383,7 +387,8 @@ def group_outcomes(pass_rate: float = 0.1, size: int = 8) -> Figure:
         chance = chances[end].item()
         place = {"ha": "left" if end == 0 else "right", "color": COLORS["reference"]}
         right.annotate(f"{name}\n{chance:.2g}", (end, chance), (0, 4), textcoords="offset points", **place)
-    right.set(xlabel=f"right completions in a group of {size}", ylabel="probability", title="grey: tied")
+    right.set(xlabel=f"right completions in a group of {size}", ylabel="probability")
+    right.set_title("grey: tied", loc="left")
     right.set(ylim=(0, 1.35 * chances.max().item()), xlim=(-0.06 * size - 0.5, 1.06 * size + 0.5))
     return fig
 
@@ -440,7 +445,7 @@ def exact_pass_rates(model, problems):
 
 def train_on(model, problems, num_generations, steps, seed=0):
     """Exact pass rates before the first step and after each, [steps + 1, N], and the share of tied groups, [steps]."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
     rates, tied = [exact_pass_rates(model, problems)], []
     for i in range(steps):
         rollouts = graded_completions(model, problems, num_generations, seed=1000 * seed + i)
@@ -664,7 +669,9 @@ assert pass_at_k(torch.tensor([1.0]), 10**6, 5 * 10**5).item() == 0.5
 # $\pm 1.96$ standard errors, fails where it is needed most: with no problem solved it has width zero. We use Wilson's
 # interval for a share, which does not. It assumes the variance of a coin, $m(1-m)$ at mean $m$, the largest that values
 # between 0 and 1 can have. Multiplying it by the ratio of the observed variance to that one takes into account what
-# several samples per problem have told. If all values are 0, or all are 1, the ratio is 1.
+# several samples per problem have told. If all values are 0, or all are 1, the ratio is 1. With 60 problems of very
+# different difficulty it covers the truth in 94 to 95 % of the cases (`tests/test_signal.py`); where a few rare hard problems
+# decide, in 89 %, and the usual one in 86 %.
 
 
 # %% tags=["export"]
@@ -829,14 +836,19 @@ explore(
 
 
 # %% tags=["export"]
-def think(sampler: Sampler, contexts: list[list[int]], num_generations: int, seed: int) -> list[list[int]]:
-    """Each context followed by a sampled thought: len(contexts) · num_generations token rows, a context's together.
+def think(
+    sampler: Sampler, contexts: list[list[int]], num_generations: int, seed: int, *, opening: int, closing: int
+) -> list[list[int]]:
+    """Each context with a sampled thought behind it: len(contexts) · num_generations rows, a context's rows together.
 
-    The thought is what `sampler` writes after the context, up to its cap; a sampled stop token belongs to it. Section 13.
+    A thought stands between the tokens `opening` and `closing`. It is what `sampler` writes after `opening` until it
+    stops, for which `closing` should be one of its stop tokens, or until its cap. Section 13.
     """
+    contexts = [context + [opening] for context in contexts]
     rollouts = sampler.generate(contexts, num_generations, seed)
-    rows = zip(rollouts.group.tolist(), rollouts.completion_ids, rollouts.mask, strict=True)
-    return [contexts[group] + ids[mask].tolist() for group, ids, mask in rows]
+    ends = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
+    rows = zip(rollouts.group.tolist(), rollouts.completion_ids.tolist(), ends, strict=True)
+    return [contexts[group] + ids[:end] + [closing] for group, ids, end in rows]
 
 
 @torch.no_grad()
@@ -865,10 +877,10 @@ def rlp_rewards(logprobs: torch.Tensor, plain_logprobs: torch.Tensor, targets: t
 
 
 # %% [markdown]
-# The setting is a toy. The policy is the tiny one, the text a line of arithmetic such as `23+21=44`, and a thought is *one*
-# token, put between the context and the token to be predicted, without the marks `<think>` and `</think>` that a real
-# vocabulary has. The policy without thoughts is the same policy, not an average. In return, everything is exact: with a
-# vocabulary of 15 all 15 thoughts can be listed.
+# The setting is a toy. The policy is the tiny one, the text a line of arithmetic such as `23+21=44`, and a thought has *one*
+# token, in brackets: before the 1 of that line the policy reads `23+2(7)` after the thought 7, and `23+2` without. The
+# policy without thoughts is the same policy, not an average over time. In return, everything is exact: with a vocabulary of
+# 17, brackets included, all thoughts can be listed.
 #
 # First RPT from random weights, where a verdict on the answer had nothing to say.
 
@@ -876,7 +888,7 @@ def rlp_rewards(logprobs: torch.Tensor, plain_logprobs: torch.Tensor, targets: t
 # %% tags=["demo"]
 def line_of(problem):
     """The token ids of a line, from the first token to the last."""
-    return tokenizer(problem.prompt + problem.answer).input_ids + [tokenizer.eos_token_id]
+    return reader(problem.prompt + problem.answer).input_ids + [reader.eos_token_id]
 
 
 def positions(problem):
@@ -886,9 +898,10 @@ def positions(problem):
 
 
 def all_thoughts(model, contexts):
-    """After each one-token thought: its log-probability [T, V], and that of the next token [T, V, V]."""
-    thoughts = next_token_logprobs(model, contexts)
-    after = next_token_logprobs(model, [context + [c] for context in contexts for c in range(len(tokenizer))])
+    """Log-probabilities of the one-token thoughts [T, V], and of the next token after each [T, V, V]."""
+    thoughts = next_token_logprobs(model, [context + [opening] for context in contexts])
+    inside = [[opening, c, closing] if c not in stops else [opening, closing] for c in range(len(reader))]
+    after = next_token_logprobs(model, [context + thought for context in contexts for thought in inside])
     return thoughts, after.view(*thoughts.shape, -1)
 
 
@@ -900,7 +913,10 @@ def match_probabilities(model, contexts, targets):
 
 
 # %%
-newborn = build_policy(tokenizer, seed=0)
+reader = build_tokenizer(ARITHMETIC_CHARACTERS + "()")
+opening, closing = reader.convert_tokens_to_ids(["(", ")"])
+stops = [closing, reader.eos_token_id]
+newborn = build_policy(reader, seed=0)
 problem = heldout[3]
 contexts, targets = positions(problem)
 chance = match_probabilities(newborn, contexts, targets)
@@ -908,10 +924,11 @@ print("text:", problem.prompt + problem.answer)
 print("mixed among groups of 8, token by token:", [round(m, 2) for m in mixed_probability(chance, 8).tolist()])
 verdict = exact_pass_rates(newborn, [problem])
 print(f"a verdict on the answer: mixed in {mixed_probability(verdict, 8).item():.4f} of the groups")
-assert (mixed_probability(chance, 8) > 0.3).all() and mixed_probability(verdict, 8) < 0.01
+assert (mixed_probability(chance, 8) > 0.2).all() and mixed_probability(verdict, 8) < 0.01
 
-sampler = TorchSampler(newborn, [tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_length=1)
-thoughtful = think(sampler, contexts, num_generations=500, seed=0)
+sampler = TorchSampler(newborn, stops, reader.pad_token_id, max_completion_length=1)
+thoughtful = think(sampler, contexts, 500, seed=0, opening=opening, closing=closing)
+print("sampled:", "  ".join(reader.decode(row[1:]) for row in thoughtful[2000:2003]))
 rewards = rpt_rewards(
     next_token_logprobs(newborn, thoughtful), targets.repeat_interleave(500), torch.Generator().manual_seed(0)
 ).view(-1, 500)
@@ -922,29 +939,40 @@ assert (rewards.mean(1) - chance).abs().max() < 5 * (0.25 / 500) ** 0.5
 # answer. In a vocabulary of 128,000 that chance is small again, so in practice RPT, too, starts from a trained model. What
 # is gained is the exponent: $V^{-1}$ in place of $V^{-n}$.
 #
-# For RLP the policy needs some idea of the text. We pretrain it for 150 steps on whole lines; it learns their form and a
-# little arithmetic.
+# For RLP the policy needs some idea of the text. We pretrain it for 200 steps on whole lines, half of them with a bracket
+# somewhere that holds a random digit. It learns the form of a line, a little arithmetic, and that brackets are passed over.
+
+
+# %% tags=["demo"]
+def text_with_brackets(problem, generator):
+    """A line, and in every second one a random digit in brackets at a random place."""
+    ids = line_of(problem)
+    bracket, place, digit = torch.rand(3, generator=generator).tolist()
+    place = 1 + int(place * (len(ids) - 1))
+    thought = [opening, reader.convert_tokens_to_ids(str(int(10 * digit))), closing] if bracket < 0.5 else []
+    return ids[:place] + thought + ids[place:]
+
 
 # %%
-base = build_policy(tokenizer, seed=0)
-text_ids, text_mask = pad_right([line_of(problem) for problem in train], tokenizer.pad_token_id)
+base = build_policy(reader, seed=0)
 optimizer = torch.optim.AdamW(base.parameters(), lr=4e-3, weight_decay=0.0)
 generator = torch.Generator().manual_seed(0)
-for _ in range(150):
-    rows = torch.randint(len(train), (64,), generator=generator)
-    logprobs = token_logprobs(base, text_ids[rows, :1], text_mask[rows, :1], text_ids[rows, 1:])
-    loss = supervised_loss(logprobs, text_mask[rows, 1:])
+for _ in range(200):
+    chosen = torch.randint(len(train), (64,), generator=generator).tolist()
+    text_ids, text_mask = pad_right([text_with_brackets(train[i], generator) for i in chosen], reader.pad_token_id)
+    logprobs = token_logprobs(base, text_ids[:, :1], text_mask[:, :1], text_ids[:, 1:])
+    loss = supervised_loss(logprobs, text_mask[:, 1:])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print(f"loss {loss.item():.2f} nats per token, uniform {math.log(len(tokenizer)):.2f}")
+print(f"loss {loss.item():.2f} nats per token, uniform {math.log(len(reader)):.2f}")
 assert loss < 1.8
 
 
 # %% tags=["demo"]
 def gains_over(baseline, after, targets):
     """The RLP reward of every one-token thought, [T, V]: baseline [T, V] without thought, after [T, V, V] with it."""
-    V = len(tokenizer)
+    V = len(reader)
     rewards = rlp_rewards(after.flatten(0, 1), baseline.repeat_interleave(V, 0), targets.repeat_interleave(V))
     return rewards.view(-1, V)
 
@@ -954,7 +982,7 @@ def line_rewards(model, problem):
     contexts, targets = positions(problem)
     thoughts, after = all_thoughts(model, contexts)
     gains = gains_over(next_token_logprobs(model, contexts), after, targets)
-    tokens = tokenizer.convert_ids_to_tokens(targets.tolist())
+    tokens = reader.convert_ids_to_tokens(targets.tolist())
     return tokens, match_probabilities(model, contexts, targets), thoughts.exp(), gains
 
 
@@ -965,17 +993,27 @@ gains = gains_over(plain, after, targets)
 mean_gain = (thoughts.exp() * gains).sum(1)
 spread = ((thoughts.exp() * (gains - mean_gain[:, None]).square()).sum(1)).sqrt()
 for t, target in enumerate(targets.tolist()):
-    token = tokenizer.convert_ids_to_tokens(target)
+    token = reader.convert_ids_to_tokens(target)
     print(
         f"{token:6} surprisal {-plain[t, target]:5.2f}  mean gain {mean_gain[t]:+6.2f}  spread over thoughts {spread[t]:.2f}"
     )
 assert (spread > 0).all()
 
 # %% [markdown]
-# A reward at every position, and at every position thoughts that earn differently: that is the dense signal. Its sign is
-# sobering: this policy is hurt by thinking, since it takes the thought for part of the text and loses its place in the
-# line. Nobody has taught it what a thought is; it is what the gradient would now teach it.
-#
+# A reward at every position, and thoughts that earn differently at each: that is the dense signal. It is small here. This
+# policy has seen that brackets hold nothing of interest, so no thought changes much. Nobody has taught it to think. RLP
+# would begin to, by making those thoughts likelier that earn more than the others at their position: section 6's group
+# advantages, with a position of the text in the place of a prompt. None of these groups is tied.
+
+# %%
+thoughtful = think(replace(sampler, model=base), contexts, 8, seed=0, opening=opening, closing=closing)
+repeated = targets.repeat_interleave(8)
+rewards = rlp_rewards(next_token_logprobs(base, thoughtful), plain.repeat_interleave(8, 0), repeated)
+at_position = torch.arange(len(targets)).repeat_interleave(8)
+print("tied groups, a group for each token:", frac_reward_zero_std(rewards, at_position))
+assert frac_reward_zero_std(rewards, at_position) == 0 and rewards.abs().max() > 0.01
+
+# %% [markdown]
 # Can an average thought help at all? Suppose that the plain policy already predicted the average over its thoughts,
 # $\bar\pi(x \mid s) = \sum_c \pi(c \mid s)\, \pi(x \mid s, c)$. The logarithm is concave, so
 #
@@ -995,22 +1033,20 @@ assert (mean_versus_average <= 1e-6).all()
 def dense_rewards(tokens: list[str], match: torch.Tensor, thoughts: torch.Tensor, gains: torch.Tensor) -> Figure:
     """Rewards per token of a text: probability of the RPT reward, match [T], and the RLP reward of each thought.
 
-    thoughts [T, V] are the thoughts' probabilities, gains [T, V] their rewards; a dot's area is the probability."""
+    thoughts [T, V] are the thoughts' probabilities, gains [T, V] their rewards. A dot is a thought of more than 1 %."""
     fig, (upper, lower) = new_figure(2, 1, height=4.6, sharex=True, height_ratios=[1, 1.5])
     at = torch.arange(len(tokens))
     upper.bar(at, match, color=COLORS["reward"], width=0.6)
-    upper.set(ylim=(0, 1.05), ylabel="P(reward 1)", title="RPT: the predicted token is the text's")
-    for t in at.tolist():
-        lower.scatter(
-            torch.full_like(gains[t], t), gains[t], 6 + 300 * thoughts[t], color=COLORS["policy"], alpha=0.4, lw=0
-        )
+    upper.set(ylim=(0, 1.05), ylabel="P(reward 1)")
+    upper.set_title("RPT: the predicted token is the text's", loc="left")
+    likely = thoughts > 0.01
+    where = likely.nonzero()[:, 0]
+    lower.scatter(where, gains[likely], 6 + 300 * thoughts[likely], color=COLORS["policy"], alpha=0.4, lw=0)
     mean = (thoughts * gains).sum(1)
     lower.hlines(mean, at - 0.3, at + 0.3, color=COLORS["reward"], lw=2.5)
     lower.axhline(0, color="black", lw=0.8)
-    lower.annotate("mean", (at[0] + 0.3, mean[0]), (4, -12), textcoords="offset points", color=COLORS["reward"])
-    lower.set(
-        ylabel="gain (nats)", xlabel="token to be predicted", title="RLP: one dot per thought, area = probability"
-    )
+    lower.set(ylabel="gain (nats)", xlabel="token to be predicted")
+    lower.set_title("RLP: a dot for each thought of more than 1 %, a bar for the mean of all", loc="left")
     lower.set_xticks(at, tokens)
     return fig
 
@@ -1018,10 +1054,10 @@ def dense_rewards(tokens: list[str], match: torch.Tensor, thoughts: torch.Tensor
 # %%
 show(
     dense_rewards(*line_rewards(base, problem)),
-    caption="Both rewards exist at every token of the text, and differ between thoughts; a verdict comes once per line.",
+    caption="Both rewards exist at every token of the text, and RLP's differs between thoughts; a verdict comes once per line.",
     alt="Two panels over the tokens of one line of arithmetic. Above, bars with the probability that the prediction after a "
-    "thought is right. Below, dots for the information gain of fifteen thoughts at each token, most of them below zero, "
-    "with a line for their mean.",
+    "thought is right: near one for plus, equals and the end, near 0.1 for digits. Below, dots for the information gain of "
+    "each thought, around zero or a little below, with a line for their mean.",
 )
 
 # %% [markdown]

@@ -21,8 +21,8 @@ def signal_probability(sizes: tuple[int, ...] = (2, 8, 64)) -> Figure:
         mixed = mixed_probability(p, size)
         axes.plot(p, success_probability(p, size), color=COLORS["reference"], linestyle=":", zorder=3)
         axes.plot(p, mixed, color=COLORS["advantage"])
-        where = (mixed > min(0.6, mixed.max() * 0.8)).nonzero()[0]
-        axes.annotate(f"G = {size}", (p[where], mixed[where]), xytext=(-6, 0), textcoords="offset points", ha="right")
+        where = (mixed > min(0.6, mixed.max() * 0.8)).nonzero()[-1]
+        axes.annotate(f"G = {size}", (p[where], mixed[where]), xytext=(7, 0), textcoords="offset points")
     axes.text(0.985, 1.03, "at least one right", color=COLORS["reference"], ha="center")
     axes.text(0.5, 0.42, "mixed", color=COLORS["advantage"], ha="center")
     axes.set(xscale="logit", xlim=(p[0], p[-1]), ylim=(0, 1.12), xlabel="pass rate p", ylabel="probability")
@@ -39,7 +39,9 @@ def group_outcomes(pass_rate: float = 0.1, size: int = 8) -> Figure:
     left.plot(p, mixed_probability(p, size), color=COLORS["advantage"], lw=2)
     left.plot(pass_rate, here, "o", color="black", ms=7)
     left.set(xscale="logit", xlim=(p[0], p[-1]), ylim=(0, 1.08), xlabel="pass rate p", ylabel="P(mixed)")
-    left.set_title(f"mixed: {here:.1%} of the groups")
+    left.set_xticks([0.001, 0.05, 0.5, 0.95, 0.999], ["0.001", "0.05", "0.5", "0.95", "0.999"])
+    left.minorticks_off()
+    left.set_title(f"mixed: {here:.1%} of the groups", loc="left")
     number = torch.arange(size + 1, dtype=torch.float64)
     chances = torch.distributions.Binomial(size, torch.tensor(pass_rate, dtype=torch.float64)).log_prob(number).exp()
     tied = (number == 0) | (number == size)
@@ -49,7 +51,8 @@ def group_outcomes(pass_rate: float = 0.1, size: int = 8) -> Figure:
         chance = chances[end].item()
         place = {"ha": "left" if end == 0 else "right", "color": COLORS["reference"]}
         right.annotate(f"{name}\n{chance:.2g}", (end, chance), (0, 4), textcoords="offset points", **place)
-    right.set(xlabel=f"right completions in a group of {size}", ylabel="probability", title="grey: tied")
+    right.set(xlabel=f"right completions in a group of {size}", ylabel="probability")
+    right.set_title("grey: tied", loc="left")
     right.set(ylim=(0, 1.35 * chances.max().item()), xlim=(-0.06 * size - 0.5, 1.06 * size + 0.5))
     return fig
 
@@ -91,21 +94,19 @@ def pass_at_k_curves(policies: dict[str, tuple], problems: int = 200, samples: i
 def dense_rewards(tokens: list[str], match: torch.Tensor, thoughts: torch.Tensor, gains: torch.Tensor) -> Figure:
     """Rewards per token of a text: probability of the RPT reward, match [T], and the RLP reward of each thought.
 
-    thoughts [T, V] are the thoughts' probabilities, gains [T, V] their rewards; a dot's area is the probability."""
+    thoughts [T, V] are the thoughts' probabilities, gains [T, V] their rewards. A dot is a thought of more than 1 %."""
     fig, (upper, lower) = new_figure(2, 1, height=4.6, sharex=True, height_ratios=[1, 1.5])
     at = torch.arange(len(tokens))
     upper.bar(at, match, color=COLORS["reward"], width=0.6)
-    upper.set(ylim=(0, 1.05), ylabel="P(reward 1)", title="RPT: the predicted token is the text's")
-    for t in at.tolist():
-        lower.scatter(
-            torch.full_like(gains[t], t), gains[t], 6 + 300 * thoughts[t], color=COLORS["policy"], alpha=0.4, lw=0
-        )
+    upper.set(ylim=(0, 1.05), ylabel="P(reward 1)")
+    upper.set_title("RPT: the predicted token is the text's", loc="left")
+    likely = thoughts > 0.01
+    where = likely.nonzero()[:, 0]
+    lower.scatter(where, gains[likely], 6 + 300 * thoughts[likely], color=COLORS["policy"], alpha=0.4, lw=0)
     mean = (thoughts * gains).sum(1)
     lower.hlines(mean, at - 0.3, at + 0.3, color=COLORS["reward"], lw=2.5)
     lower.axhline(0, color="black", lw=0.8)
-    lower.annotate("mean", (at[0] + 0.3, mean[0]), (4, -12), textcoords="offset points", color=COLORS["reward"])
-    lower.set(
-        ylabel="gain (nats)", xlabel="token to be predicted", title="RLP: one dot per thought, area = probability"
-    )
+    lower.set(ylabel="gain (nats)", xlabel="token to be predicted")
+    lower.set_title("RLP: a dot for each thought of more than 1 %, a bar for the mean of all", loc="left")
     lower.set_xticks(at, tokens)
     return fig
