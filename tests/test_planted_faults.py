@@ -21,6 +21,8 @@ from test_policy import policy, tokenizer  # noqa: F401
 from test_tree import tree, uniform  # noqa: F401
 from test_values import tiny  # noqa: F401
 
+import lmrl
+
 
 @dataclass(frozen=True)
 class Check:
@@ -57,6 +59,9 @@ class Fault:
 
 
 FAULTS: list[Fault] = []
+
+for module in pkgutil.walk_packages(lmrl.__path__, "lmrl."):  # a late import would keep the faulty function
+    importlib.import_module(module.name)
 
 
 def planted(target: str, check: str, **arguments):
@@ -103,6 +108,11 @@ def edited(function, old, new):
 def altered(model, name, change):
     """A model that gets the argument `name` changed."""
     return lambda *args, **kwargs: model(*args, **kwargs | {name: change(kwargs[name])})
+
+
+UPDATE = "test_trainer.py::test_an_update_is_the_formula_written_out"
+REFERENCE = {"beta": 0.5, "epsilon_high": 0.3, "mask_truncated_completions": True, "weight_decay": 0.1}
+CENTRED = {"beta": 0.0, "epsilon_high": 0.1, "scale_rewards": "none", "max_grad_norm": 0.05}
 
 
 # --- masks and stop tokens --------------------------------------------------------------------------------------------
@@ -401,9 +411,18 @@ def the_likeliest_token_instead_of_a_sample(draw_token):
 
 
 @planted("lmrl.models.disable_dropout", "test_models.py::test_dropout_is_off_even_in_train_mode")
-@planted("lmrl.models.disable_dropout", "test_trainer.py::test_dropout_is_off_while_scoring")
 def dropout_left_on(disable_dropout):
     return lambda model: model.train()
+
+
+@planted("lmrl.trainer.micro_batch_pass", "test_trainer.py::test_dropout_is_off_while_scoring")
+def dropout_in_the_passes_that_train(micro_batch_pass):
+    def faulty(model, *args):
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        return micro_batch_pass(model.train(), *args)
+
+    return faulty
 
 
 # --- log-probs without the logits -------------------------------------------------------------------------------------
@@ -491,13 +510,25 @@ def temperature_missing_in_the_fused_logprobs(fused_logprobs):
     return lambda *args, **kwargs: fused_logprobs(*args, **kwargs | {"temperature": 1.0})
 
 
+@planted("lmrl.logprobs.fused_token_loss", UPDATE, loss_type="dapo", settings=CENTRED)
+def temperature_missing_in_the_passes_that_train(fused_token_loss):
+    return lambda *args, **kwargs: fused_token_loss(*args, **kwargs | {"temperature": 1.0})
+
+
+@planted("lmrl.trainer.token_loss_of", "test_trainer.py::test_the_blocks_of_the_fused_loss_change_nothing")
+def every_block_gets_the_first_tokens(token_loss_of):
+    return edited(token_loss_of, "value[rows]", "value[: rows.stop - rows.start]")
+
+
+@planted("lmrl.trainer.token_loss_of", UPDATE, loss_type="grpo", settings=CENTRED)
+def tokens_of_the_loss_column_by_column(token_loss_of):
+    return edited(token_loss_of, "value[piece.mask]", "value.T[piece.mask.T]")
+
+
 # --- aggregation ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = "test_loss.py::test_weights_of_two_answers"
 ACCUMULATION = "test_trainer.py::test_accumulation_changes_nothing"
-UPDATE = "test_trainer.py::test_an_update_is_the_formula_written_out"
-REFERENCE = {"beta": 0.5, "epsilon_high": 0.3, "mask_truncated_completions": True, "weight_decay": 0.1}
-CENTRED = {"beta": 0.0, "epsilon_high": 0.1, "scale_rewards": "none", "max_grad_norm": 0.05}
 
 
 def per_piece(micro_batches, change):
@@ -854,6 +885,20 @@ def reward_to_go_without_gamma(terminal_returns):
 def gamma_counts_from_the_start(terminal_returns):
     def faulty(rewards, mask, gamma=1.0):
         return torch.where(mask, rewards[:, None] * gamma ** (mask.cumsum(-1) - 1), 0.0)
+
+    return faulty
+
+
+@planted("lmrl.signal.pass_at_k", "test_signal.py::check_pass_at_k_is_the_share_of_choices_with_a_right_one")
+def pass_at_k_from_the_estimated_rate(pass_at_k):
+    return lambda correct, samples, k: 1 - (1 - torch.as_tensor(correct, dtype=torch.float64) / samples) ** k
+
+
+@planted("lmrl.signal.mixed_rows", "test_signal.py::check_dynamic_sampling_fills_the_batch_with_mixed_groups_in_order")
+def groups_kept_for_their_mean_reward(mixed_rows):
+    def faulty(rewards, group, graded=None):
+        means = torch.stack([rewards[group == label].mean() for label in group])
+        return means > 0
 
     return faulty
 

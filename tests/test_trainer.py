@@ -753,6 +753,19 @@ def test_evaluation_interval_is_over_problems():
     assert result.half_width == pytest.approx(1.96 * 0.5 / 8**0.5)
 
 
+def test_the_blocks_of_the_fused_loss_change_nothing(monkeypatch):
+    """All tokens in one block, or three at a time in tiles of eight vocabulary entries: the same step."""
+    results = []
+    for blocks in (None, (3, 8)):
+        if blocks:
+            monkeypatch.setattr("lmrl.logprobs.loss_tile_shape", lambda vocabulary: blocks)
+        trainer = make_trainer(replace(SMALL, loss_type="grpo", num_iterations=2), dtype=torch.float64)
+        metrics = trainer.update(rollouts_of(trainer))
+        results.append((parameters(trainer), metrics["loss"], metrics["grad_norm"]))
+    assert torch.allclose(results[0][0], results[1][0], rtol=0, atol=1e-9)
+    assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-9)
+
+
 # --- whose prompts, whose ids -----------------------------------------------------------------------------------------
 
 
