@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_logprobs import batch  # noqa: F401
-from test_models import folder  # noqa: F401  fixtures of the checks
+from test_logprobs import batch  # noqa: F401  fixtures of the checks
+from test_models import folder  # noqa: F401
 from test_policy import policy, tokenizer  # noqa: F401
 from test_tree import tree, uniform  # noqa: F401
 from test_values import tiny  # noqa: F401
