@@ -16,6 +16,8 @@
     logprobs      11. Back to tensors
     models        12. The four models in the room
     signal        13. Why RL lives in post-training
+    recipes       14. Where the textbook bends
+    vllm_rollout  14. Where the textbook bends
     rewards       15. What we have not asked yet
     tasks         15. What we have not asked yet
     config        16. The complete machine
@@ -47,6 +49,8 @@ __all__ = [
     "logprobs",
     "models",
     "signal",
+    "recipes",
+    "vllm_rollout",
     "rewards",
     "tasks",
     "config",

@@ -5,6 +5,7 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from lmrl.rewards import load_reward
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import load_task
 from lmrl.trainer import Trainer, free_run_folder, run
+from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 __all__ = ["find_device", "build_trainer", "train", "main"]
 
@@ -50,23 +52,29 @@ def build_trainer(config: TrainConfig) -> Trainer:
         path = resolve_model_path(config.model)
     tokenizer = load_tokenizer(path)
     model = load_policy(path, dtype=config.dtype, device=device)
-    sampler = TorchSampler(
-        model,
-        stop_token_ids(tokenizer, model, task.stop),
-        tokenizer.pad_token_id,
-        config.max_completion_length,
-        config.temperature,
-    )
+    stop_ids = stop_token_ids(tokenizer, model, task.stop)
+    sampling = (model, stop_ids, tokenizer.pad_token_id, config.max_completion_length, config.temperature)
     reference = load_reference(model) if config.beta != 0.0 else None
-    return Trainer(config, model, tokenizer, task, sampler, reference)
+    trainer = Trainer(config, model, tokenizer, task, TorchSampler(*sampling), reference)
+    if config.use_vllm:  # last, for an engine takes a while to start
+        trainer.sampler = VLLMSampler(
+            *sampling,
+            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+            max_model_length=config.vllm_max_model_length,
+            enable_sleep_mode=config.vllm_enable_sleep_mode,
+        )
+    return trainer
 
 
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
     plot = optional_import("lmrl.figures.trainer", "train").learning_curve
     optional_import("torch.utils.tensorboard", "train")  # needed later: fail now, before there is a folder
+    if config.use_vllm:
+        import_vllm(find_device(config.device).split(":")[0])
     trainer = build_trainer(config)
-    result = run(trainer, plot)
+    with trainer.sampler if config.use_vllm else nullcontext():
+        result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
@@ -79,6 +87,7 @@ def train(config: TrainConfig) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the command ``lmrl``; returns the exit code (section 16)."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = ["--use-vllm" if argument == "--vllm" else argument for argument in arguments]
     transformers.utils.logging.disable_progress_bar()
     if arguments[:1] != ["train"]:
         print("usage: lmrl train [options]   (lmrl train --help lists them)", file=sys.stderr)

@@ -44,6 +44,16 @@ class TrainConfig:
     """Cap on the tokens of a completion."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in scoring."""
+    use_vllm: bool = False
+    """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
+    vllm_mode: str = "colocate"
+    """Where the engine runs: "colocate" is in the trainer's process, on its GPU."""
+    vllm_gpu_memory_utilization: float = 0.3
+    """The engine's share of the GPU's memory."""
+    vllm_max_model_length: int | None = None
+    """The engine's cap on the tokens of prompt and completion; by default what fits."""
+    vllm_enable_sleep_mode: bool = False
+    """Leave the engine's share of a GPU to the trainer while it learns."""
 
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
@@ -124,10 +134,20 @@ def check_config(config: TrainConfig) -> None:
         raise ValueError(
             f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1"
         )
+    if not 0 < config.vllm_gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"vllm_gpu_memory_utilization is {config.vllm_gpu_memory_utilization}; it is a share of the GPU, so take "
+            "0 < share <= 1, for example 0.3"
+        )
+    if config.vllm_max_model_length is not None and config.vllm_max_model_length <= config.max_completion_length:
+        raise ValueError(
+            f"vllm_max_model_length is {config.vllm_max_model_length} and max_completion_length "
+            f"{config.max_completion_length}; that leaves no token for a prompt"
+        )
     if config.epsilon_high is not None and not config.epsilon_high > 0:
         raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
     choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
-    choices |= {"dtype": ("float32", "bfloat16")}
+    choices |= {"dtype": ("float32", "bfloat16"), "vllm_mode": ("colocate",)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(allowed)}")

@@ -5,7 +5,6 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import copy
-import gc
 import hashlib
 import logging
 import os
@@ -296,6 +295,10 @@ class VLLMSampler:
             raise RuntimeError(
                 "a vLLM engine is running in this process and there can be one: VLLMSampler.running.close()"
             )
+        if model.device.index:
+            raise ValueError(
+                f"the model is on {model.device}, but the engine takes the first GPU; set CUDA_VISIBLE_DEVICES to choose it"
+            )
         TorchSampler(model, stop_ids, pad_id, max_completion_length, temperature, top_k, top_p, min_p)  # same checks
         self.stop_ids, self.pad_id, self.max_completion_length = stop_ids, pad_id, max_completion_length
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
@@ -315,7 +318,7 @@ class VLLMSampler:
 
     def parameters(self, num_generations: int, seed: int):
         """vLLM's ``SamplingParams`` for one prompt: every setting that shapes the distribution, none left open."""
-        return import_vllm().SamplingParams(
+        return import_module("vllm").SamplingParams(
             n=num_generations,
             seed=seed,
             temperature=self.temperature,
@@ -397,8 +400,7 @@ class VLLMSampler:
         with output_held():
             self.engine.llm_engine.engine_core.shutdown()
             self.engine = None
-            gc.collect()
-            parallel.cleanup_dist_env_and_memory()
+            parallel.cleanup_dist_env_and_memory()  # collects the garbage too
         torch.set_num_threads = self.set_num_threads
         VLLMSampler.running = None
 

@@ -38,6 +38,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -66,6 +67,7 @@ from lmrl.rollout import Sampler, TorchSampler, require_fit
 from lmrl.signal import frac_reward_zero_std
 from lmrl.tasks import Example, Task, encode_prompt, load_task
 from lmrl.trust_region import kl_k3
+from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -110,6 +112,16 @@ class TrainConfig:
     """Cap on the tokens of a completion."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in scoring."""
+    use_vllm: bool = False
+    """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
+    vllm_mode: str = "colocate"
+    """Where the engine runs: "colocate" is in the trainer's process, on its GPU."""
+    vllm_gpu_memory_utilization: float = 0.3
+    """The engine's share of the GPU's memory."""
+    vllm_max_model_length: int | None = None
+    """The engine's cap on the tokens of prompt and completion; by default what fits."""
+    vllm_enable_sleep_mode: bool = False
+    """Leave the engine's share of a GPU to the trainer while it learns."""
 
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
@@ -195,10 +207,20 @@ def check_config(config: TrainConfig) -> None:
         raise ValueError(
             f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1"
         )
+    if not 0 < config.vllm_gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"vllm_gpu_memory_utilization is {config.vllm_gpu_memory_utilization}; it is a share of the GPU, so take "
+            "0 < share <= 1, for example 0.3"
+        )
+    if config.vllm_max_model_length is not None and config.vllm_max_model_length <= config.max_completion_length:
+        raise ValueError(
+            f"vllm_max_model_length is {config.vllm_max_model_length} and max_completion_length "
+            f"{config.max_completion_length}; that leaves no token for a prompt"
+        )
     if config.epsilon_high is not None and not config.epsilon_high > 0:
         raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
     choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
-    choices |= {"dtype": ("float32", "bfloat16")}
+    choices |= {"dtype": ("float32", "bfloat16"), "vllm_mode": ("colocate",)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(allowed)}")
@@ -903,15 +925,18 @@ def build_trainer(config: TrainConfig) -> Trainer:
         path = resolve_model_path(config.model)
     tokenizer = load_tokenizer(path)
     model = load_policy(path, dtype=config.dtype, device=device)
-    sampler = TorchSampler(
-        model,
-        stop_token_ids(tokenizer, model, task.stop),
-        tokenizer.pad_token_id,
-        config.max_completion_length,
-        config.temperature,
-    )
+    stop_ids = stop_token_ids(tokenizer, model, task.stop)
+    sampling = (model, stop_ids, tokenizer.pad_token_id, config.max_completion_length, config.temperature)
     reference = load_reference(model) if config.beta != 0.0 else None
-    return Trainer(config, model, tokenizer, task, sampler, reference)
+    trainer = Trainer(config, model, tokenizer, task, TorchSampler(*sampling), reference)
+    if config.use_vllm:  # last, for an engine takes a while to start
+        trainer.sampler = VLLMSampler(
+            *sampling,
+            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+            max_model_length=config.vllm_max_model_length,
+            enable_sleep_mode=config.vllm_enable_sleep_mode,
+        )
+    return trainer
 
 
 # %% tags=["export:cli"]
@@ -919,8 +944,11 @@ def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
     plot = optional_import("lmrl.figures.trainer", "train").learning_curve
     optional_import("torch.utils.tensorboard", "train")  # needed later: fail now, before there is a folder
+    if config.use_vllm:
+        import_vllm(find_device(config.device).split(":")[0])
     trainer = build_trainer(config)
-    result = run(trainer, plot)
+    with trainer.sampler if config.use_vllm else nullcontext():
+        result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
@@ -933,6 +961,7 @@ def train(config: TrainConfig) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the command ``lmrl``; returns the exit code (section 16)."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = ["--use-vllm" if argument == "--vllm" else argument for argument in arguments]
     transformers.utils.logging.disable_progress_bar()
     if arguments[:1] != ["train"]:
         print("usage: lmrl train [options]   (lmrl train --help lists them)", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""The vLLM sampler: its parts alone, then all of it against the real engine, which starts twice for the whole file."""
+"""The vLLM sampler: its parts alone, then all of it against the real engine, which starts three times for the whole file."""
 
 import copy
+import json
 import math
 import random
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from lmrl import vllm_rollout
-from lmrl.config import TrainConfig
+from lmrl.cli import main
+from lmrl.config import TrainConfig, check_config
 from lmrl.models import load_policy, load_tokenizer
 from lmrl.policy import completion_logits, gather_logprobs, token_logprobs, warm_start_folder
 from lmrl.rollout import truncate
@@ -131,6 +133,19 @@ def test_fused_layers_have_a_place_for_each_part():
 def test_a_name_too_many_or_too_few_raises(names, said):
     with pytest.raises(ValueError, match=said):
         find_places({name: torch.zeros(2, 2) for name in names}, {"qkv_proj.weight"}, FUSED)
+
+
+def test_a_policy_on_another_gpu_is_refused(start):
+    policy = SimpleNamespace(device=torch.device("cuda:1"), get_input_embeddings=start[1].get_input_embeddings)
+    with pytest.raises(ValueError, match="cuda:1.*CUDA_VISIBLE_DEVICES"):
+        VLLMSampler(policy, [EOS], PAD, LENGTH)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0}])
+def test_settings_that_make_no_sense_are_refused_before_an_engine_starts(start, settings):
+    with pytest.raises(ValueError):
+        VLLMSampler(start[1], [EOS], PAD, LENGTH, **settings)
+    assert VLLMSampler.running is None
 
 
 class PretendEngine:
@@ -453,7 +468,7 @@ def test_what_would_end_the_engine_is_refused_first(sampler, policy, prompts, pr
 
 
 @vllm
-def test_settings_are_checked_before_the_engine_starts_and_one_may_run(sampler, policy):
+def test_one_engine_may_run_in_a_process(sampler, policy):
     with pytest.raises(RuntimeError, match="VLLMSampler.running.close()"):
         VLLMSampler(policy, [EOS], PAD, LENGTH)
     assert VLLMSampler.running is sampler
@@ -503,3 +518,45 @@ def test_a_tied_head_is_pushed_and_a_second_engine_starts_after_the_first(runnin
         with pytest.raises(RuntimeError, match="lm_head.weight"):
             sampler.sync(tied)
         assert largest_gap(tied, sampler.generate(prompts, 4, seed=0)) > 0.1
+
+
+# lmrl train --vllm
+
+
+def arguments(folder, *more):
+    small = ["--max-steps", "2", "--per-device-train-batch-size", "64", "--num-eval-problems", "32"]
+    return ["train", "--vllm", "--output-dir", str(folder), "--name", "run", *small, *more]
+
+
+@vllm
+def test_the_default_task_trains_with_vllm_from_the_command_line(tmp_path, capsys):
+    assert VLLMSampler.running is None
+    assert main(arguments(tmp_path)) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert 0 < max(record["sampler_gap"] for record in records) < 1e-4
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["use_vllm"] is True
+    assert VLLMSampler.running is None
+    assert "pass@1 on held-out problems" in capsys.readouterr().out
+
+
+def test_without_vllm_the_command_says_so_in_one_line_before_there_is_a_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
+    assert main(arguments(tmp_path)) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "pip install 'lmrl[vllm]'" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"vllm_mode": "server"}, "vllm_mode is 'server'; choose one of colocate"),
+        ({"vllm_gpu_memory_utilization": 0.0}, "vllm_gpu_memory_utilization is 0.0"),
+        ({"vllm_gpu_memory_utilization": 30}, "vllm_gpu_memory_utilization is 30"),
+        ({"vllm_max_model_length": 4}, "vllm_max_model_length is 4 and max_completion_length 4"),
+    ],
+)
+def test_impossible_engine_settings_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        check_config(TrainConfig(use_vllm=True, **settings))

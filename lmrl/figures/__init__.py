@@ -14,6 +14,7 @@
     batch         11. Back to tensors
     memory        12. The four models in the room
     signal        13. Why RL lives in post-training
+    recipes       14. Where the textbook bends
     rewards       15. What we have not asked yet
     trainer       16. The complete machine
 
@@ -37,6 +38,7 @@ __all__ = [
     "batch",
     "memory",
     "signal",
+    "recipes",
     "rewards",
     "trainer",
 ]
