@@ -522,7 +522,6 @@ tree = enumerate_tree(speaker, 2)
 leaf_rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
 scores, gradient = score_matrix(tree, speaker.parameters()), exact_gradient(tree, leaf_rewards, speaker.parameters())
 
-
 weigh = partial(group_advantages, scale="none")
 everything = group_moments(tree, weighted_scores(scores, leaf_rewards, weigh), gradient, 3)
 mixed_only = weighted_scores(
@@ -539,10 +538,10 @@ assert torch.allclose(kept.mean, everything.mean, rtol=0, atol=1e-12)
 assert torch.allclose(conditional, (1 - 1 / 3) / chance * gradient, rtol=0, atol=1e-10)
 
 # %% [markdown]
-# The reward is collected inside the stage that collects: the function below is handed a way to get more graded groups,
+# The sampling happens inside the stage that collects. The function below is handed a way to get more graded groups,
 # `draw`, and knows nothing of engines and tasks. It asks for `groups` groups at a time, keeps the mixed ones in the order
-# in which they came, and stops when it has enough. Stopping on a count and never on a reward keeps the argument above
-# valid. If the policy solves everything, or nothing, no number of rounds will do; hence `max_rounds`, after which it
+# in which they came, and stops when it has enough: the first so many mixed groups are a fair sample of mixed groups, which
+# is what the argument above needs. If the policy solves everything, or nothing, no number of rounds will do; hence `max_rounds`, after which it
 # returns what it has and says so.
 #
 # Everything that was drawn comes back too, because a batch of mixed groups only would make a poor report: its share of
@@ -905,9 +904,8 @@ def all_thoughts(model, contexts):
     return thoughts, after.view(*thoughts.shape, -1)
 
 
-def match_probabilities(model, contexts, targets):
-    """Expected RPT reward at each position, [T]: the policy's thoughts and predictions averaged exactly."""
-    thoughts, after = all_thoughts(model, contexts)
+def match_probabilities(thoughts, after, targets):
+    """Expected RPT reward at each position, [T]: over the thoughts of `all_thoughts` and the predictions, exactly."""
     at_target = after.gather(2, targets[:, None, None].expand(-1, after.shape[1], 1)).squeeze(2)
     return (thoughts + at_target).exp().sum(1)
 
@@ -919,7 +917,7 @@ stops = [closing, reader.eos_token_id]
 newborn = build_policy(reader, seed=0)
 problem = heldout[3]
 contexts, targets = positions(problem)
-chance = match_probabilities(newborn, contexts, targets)
+chance = match_probabilities(*all_thoughts(newborn, contexts), targets)
 print("text:", problem.prompt + problem.answer)
 print("mixed among groups of 8, token by token:", [round(m, 2) for m in mixed_probability(chance, 8).tolist()])
 verdict = exact_pass_rates(newborn, [problem])
@@ -983,7 +981,7 @@ def line_rewards(model, problem):
     thoughts, after = all_thoughts(model, contexts)
     gains = gains_over(next_token_logprobs(model, contexts), after, targets)
     tokens = reader.convert_ids_to_tokens(targets.tolist())
-    return tokens, match_probabilities(model, contexts, targets), thoughts.exp(), gains
+    return tokens, match_probabilities(thoughts, after, targets), thoughts.exp(), gains
 
 
 # %%
