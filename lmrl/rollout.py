@@ -13,11 +13,7 @@ import numpy as np
 import torch
 
 from lmrl.batch import Rollouts, rollouts_from_samples
-from lmrl.policy import (
-    complete,
-    pad_left,
-    tempered,
-)
+from lmrl.policy import complete, pad_left, tempered
 
 __all__ = ["require_fit", "Sampler", "truncate", "row_uniforms", "TorchSampler"]
 
