@@ -14,6 +14,8 @@
     rollout       11. Back to tensors
     loss          11. Back to tensors
     logprobs      11. Back to tensors
+    kernels       11. Back to tensors
+    memory        12. The four models in the room
     models        12. The four models in the room
     signal        13. Why RL lives in post-training
     recipes       14. Where the textbook bends
@@ -47,6 +49,8 @@ __all__ = [
     "rollout",
     "loss",
     "logprobs",
+    "kernels",
+    "memory",
     "models",
     "signal",
     "recipes",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lmrl.kernels import launch_fold, launch_gradient, use_kernels
 from lmrl.policy import (
     completion_inputs,
     token_logprobs,
@@ -21,6 +22,7 @@ __all__ = [
     "output_head",
     "at_least_float32",
     "product",
+    "add_product",
     "tile_logits",
     "pick",
     "fold",
@@ -94,6 +96,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.to(dtype), b.to(dtype))
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, which is in at least float32 (section 11)."""
+    if total.dtype == a.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += product(a, b)
+
+
 def tile_logits(hidden: Tensor, head: OutputHead, temperature: float) -> Tensor:
     """Tempered logits of ``hidden [n, D]`` under the head of one tile, float32 (float64 stays) ``[n, v]`` (section 11)."""
     logits = product(hidden, head.weight.T)
@@ -114,6 +124,8 @@ def fold(logits: Tensor, targets: Tensor, sums: Tensor) -> None:
 
     ``targets`` int64 ``[n]`` count from the tile's first token. Milakov and Gimelshein, 2018.
     """
+    if use_kernels(logits):
+        return launch_fold(logits, targets, sums)
     m, s, u, z = sums
     index, here = pick(targets, logits.shape[1])
     z.copy_(torch.where(here, logits.gather(1, index)[:, 0], z))
@@ -145,6 +157,10 @@ def tile_gradient(
 
     ``slopes`` are the derivatives of the loss to log-probs and entropy, ``[n]``; the second is None if it is zero.
     """
+    if use_kernels(logits):
+        bend = 0.0 if head.softcap is None else temperature / head.softcap
+        dtype, factor = head.weight.dtype, head.scale / temperature
+        return launch_gradient(logits, targets, entropy, logsumexp, slopes, factor=factor, bend=bend, dtype=dtype)
     d_logprob, d_entropy = slopes
     bend = None if head.softcap is None else 1 - (logits * (temperature / head.softcap)).square_()
     index, here = pick(targets, logits.shape[1])
@@ -183,9 +199,9 @@ class Gradients:
         """Add what follows from the ``gradient [n, v]`` of one tile."""
         d_hidden, d_weight, d_bias = self.sums
         if d_hidden is not None:
-            d_hidden[rows] += product(gradient, self.head.weight[columns])
+            add_product(d_hidden[rows], gradient, self.head.weight[columns])
         if d_weight is not None:
-            d_weight[columns] += product(gradient.T, self.hidden[rows])
+            add_product(d_weight[columns], gradient.T, self.hidden[rows])
         if d_bias is not None:
             d_bias[columns] += gradient.sum(0)
 

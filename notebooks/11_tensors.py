@@ -39,6 +39,7 @@
 # %%
 import copy
 import hashlib
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -868,6 +869,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.to(dtype), b.to(dtype))
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, which is in at least float32 (section 11)."""
+    if total.dtype == a.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += product(a, b)
+
+
 def tile_logits(hidden: Tensor, head: OutputHead, temperature: float) -> Tensor:
     """Tempered logits of ``hidden [n, D]`` under the head of one tile, float32 (float64 stays) ``[n, v]`` (section 11)."""
     logits = product(hidden, head.weight.T)
@@ -888,6 +897,8 @@ def fold(logits: Tensor, targets: Tensor, sums: Tensor) -> None:
 
     ``targets`` int64 ``[n]`` count from the tile's first token. Milakov and Gimelshein, 2018.
     """
+    if use_kernels(logits):
+        return launch_fold(logits, targets, sums)
     m, s, u, z = sums
     index, here = pick(targets, logits.shape[1])
     z.copy_(torch.where(here, logits.gather(1, index)[:, 0], z))
@@ -930,6 +941,10 @@ def tile_gradient(
 
     ``slopes`` are the derivatives of the loss to log-probs and entropy, ``[n]``; the second is None if it is zero.
     """
+    if use_kernels(logits):
+        bend = 0.0 if head.softcap is None else temperature / head.softcap
+        dtype, factor = head.weight.dtype, head.scale / temperature
+        return launch_gradient(logits, targets, entropy, logsumexp, slopes, factor=factor, bend=bend, dtype=dtype)
     d_logprob, d_entropy = slopes
     bend = None if head.softcap is None else 1 - (logits * (temperature / head.softcap)).square_()
     index, here = pick(targets, logits.shape[1])
@@ -943,6 +958,108 @@ def tile_gradient(
     if bend is not None:
         gradient.mul_(bend)
     return gradient if head.scale == temperature else gradient.mul_(head.scale / temperature)
+
+
+# %% [markdown]
+# On a GPU the same two steps are a small kernel each, written in Triton: torch would read and write the tile in memory
+# once for every operation in them, and at that speed a pass over the tile takes as long as the matrix product that made
+# it. The products stay with cuBLAS. One program of the first kernel walks along one row of the tile; one program of the
+# second turns one block of a row into gradient, in the number format that the next product wants. Without Triton or
+# without CUDA the functions above do the work.
+
+
+# %% tags=["export:kernels"]
+spec = importlib.util.find_spec("triton")
+triton = importlib.import_module("triton") if spec and spec.origin else None  # not a folder of that name
+tl = importlib.import_module("triton.language") if triton else None
+constexpr = tl.constexpr if triton else None
+BLOCK = 1024
+
+
+def kernel(function: Callable) -> Callable:
+    """``triton.jit`` where there is Triton."""
+    return triton.jit(function) if triton else function
+
+
+def use_kernels(logits: Tensor) -> bool:
+    """Whether a tile of logits goes through Triton: it is on a GPU, in float32, and Triton is installed (section 11)."""
+    return triton is not None and logits.is_cuda and logits.dtype == torch.float32
+
+
+@kernel
+def fold_kernel(logits, targets, sums, stride, width, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * width
+    target = tl.load(targets + row)
+    m, s, u = tl.load(sums + row), tl.load(sums + stride + row), tl.load(sums + 2 * stride + row)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        z = tl.load(logits + columns, mask=inside, other=-float("inf"))
+        higher = tl.maximum(m, tl.max(z, 0))
+        shrink, terms = tl.exp(m - higher), tl.exp(z - higher)
+        s = s * shrink + tl.sum(terms, 0)
+        u = u * shrink + tl.sum(tl.where(inside, z, 0.0) * terms, 0)
+        m = higher
+    tl.store(sums + row, m)
+    tl.store(sums + stride + row, s)
+    tl.store(sums + 2 * stride + row, u)
+    if (target >= 0) & (target < width):
+        tl.store(sums + 3 * stride + row, tl.load(logits + target))
+
+
+def launch_fold(logits: Tensor, targets: Tensor, sums: Tensor) -> None:
+    """`fold` in one pass over a contiguous float32 tile ``[n, v]``; arguments as there (section 11)."""
+    rows, width = logits.shape
+    if rows:
+        fold_kernel[(rows,)](logits, targets.contiguous(), sums, sums.stride(0), width, BLOCK=BLOCK)
+
+
+@kernel
+def gradient_kernel(
+    logits,
+    gradient,
+    targets,
+    entropy,
+    logsumexp,
+    d_logprobs,
+    d_entropy,
+    width,
+    factor,
+    bend,
+    HAS_ENTROPY: constexpr,
+    BLOCK: constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    z = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+    logp = z - tl.load(logsumexp + row)
+    d_logprob = tl.load(d_logprobs + row)
+    slope = d_logprob
+    if HAS_ENTROPY:
+        slope += tl.load(d_entropy + row) * (logp + tl.load(entropy + row))
+    result = tl.where(columns == tl.load(targets + row), d_logprob, 0.0) - slope * tl.exp(logp)
+    result *= factor * (1 - z * bend * z * bend)
+    tl.store(gradient + row * width + columns, result.to(gradient.dtype.element_ty), mask=inside)
+
+
+def launch_gradient(
+    logits: Tensor, targets: Tensor, entropy: Tensor, logsumexp: Tensor, slopes: tuple, *, factor, bend, dtype
+) -> Tensor:
+    """`tile_gradient` in one pass over a contiguous float32 tile ``[n, v]``, returned in ``dtype`` (section 11).
+
+    ``factor`` is scale / temperature; ``bend`` is temperature / softcap, 0 without a cap; other arguments as there.
+    """
+    rows, width = logits.shape
+    gradient = torch.empty_like(logits, dtype=dtype)
+    if rows:
+        d_logprobs, d_entropy = slopes
+        per_row = [x.contiguous() for x in (targets, entropy, logsumexp, d_logprobs)]
+        last = per_row[-1] if d_entropy is None else d_entropy.contiguous()
+        grid, options = (rows, triton.cdiv(width, BLOCK)), {"HAS_ENTROPY": d_entropy is not None, "BLOCK": BLOCK}
+        gradient_kernel[grid](logits, gradient, *per_row, last, width, float(factor), float(bend), **options)
+    return gradient
 
 
 # %% [markdown]
@@ -978,9 +1095,9 @@ class Gradients:
         """Add what follows from the ``gradient [n, v]`` of one tile."""
         d_hidden, d_weight, d_bias = self.sums
         if d_hidden is not None:
-            d_hidden[rows] += product(gradient, self.head.weight[columns])
+            add_product(d_hidden[rows], gradient, self.head.weight[columns])
         if d_weight is not None:
-            d_weight[columns] += product(gradient.T, self.hidden[rows])
+            add_product(d_weight[columns], gradient.T, self.hidden[rows])
         if d_bias is not None:
             d_bias[columns] += gradient.sum(0)
 
