@@ -1,4 +1,4 @@
-"""Speed of the default job: completions per second, seconds per step, and the share of generation.
+"""Speed of the default job: completions per second, seconds per step and per phase, and the share of generation.
 
 python benchmarks/step.py                # 20 steps after 5 of warm-up; medians, with the quartiles
 """
@@ -30,6 +30,8 @@ def main():
     completions = trainer.config.completions_per_step
     print(f"{completions} completions per step, {torch.get_num_threads()} threads, {arguments.steps} steps")
     print(f"seconds per step:          {spread([r['seconds'] for r in records])}")
+    for phase in ("generation", "reward", "update"):
+        print(f"  {f'in {phase}:':25}{spread([r[f'{phase}_seconds'] for r in records])}")
     print(f"completions per second:    {spread([completions / r['seconds'] for r in records])}")
     print(f"share of generation:       {spread([r['generation_share'] for r in records])}")
 

@@ -326,8 +326,8 @@ class FusedTokenLoss(torch.autograd.Function):
 
 
 def loss_tile_shape(vocabulary: int) -> tuple[int, int]:
-    """Tokens of one block of `fused_token_loss`, and vocabulary entries of one tile (section 11)."""
-    return 256 if vocabulary <= 65536 else 128, min(vocabulary, 4096)
+    """Tokens of one block of `fused_token_loss`, more if the vocabulary is small, and entries of one tile (section 11)."""
+    return max(256 if vocabulary <= 65536 else 128, 2**20 // vocabulary), min(vocabulary, 4096)
 
 
 def fused_token_loss(

@@ -422,7 +422,8 @@ def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
 # **What a pass tells us.** The token metrics of all micro-batches are joined before anything is averaged: like the loss,
 # a metric is a statement about the step. These metrics are over the tokens that were trained on; what was sampled is
 # measured on the rollouts, all of them. The entropy comes in both kinds: `entropy` is estimated from all sampled tokens,
-# `trained_entropy` is computed from the whole distribution, but only at the tokens that were trained on.
+# `trained_entropy` is computed from the whole distribution, but only at the tokens that were trained on. `padding` is the
+# share of the micro-batches' area that no token fills.
 
 
 # %% tags=["export:metrics"]
@@ -497,8 +498,9 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 
 
 # %% [markdown]
-# `step` reads straight down, in the order of the chain at the top. `update` is the inner half: gradients of all
-# micro-batches add up, then one optimiser step, `num_iterations` times over the same batch.
+# `step` reads straight down, in the order of the chain at the top, and reports the seconds of its phases: where a step
+# spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `update` is the
+# inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times over the same batch.
 
 
 # %% tags=["export"]
@@ -617,6 +619,8 @@ for name, value in metrics.items():
     print(f"{name:22} {value:.4g}")
 assert metrics["ratio_error"] == 0.0
 assert metrics["sampler_gap"] < 1e-4
+phases = [metrics[f"{phase}_seconds"] for phase in ("generation", "reward", "update")]
+assert sum(phases) <= metrics["seconds"]
 
 # %% [markdown]
 # ## Measuring: pass@1 on problems nobody trained on
