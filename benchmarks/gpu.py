@@ -3,8 +3,9 @@
     python benchmarks/gpu.py
     python benchmarks/gpu.py --device cpu --small   # tiny shapes, to see that the script itself runs
 
-1. Log-probs: each path against materialised logits in float64 (values, loss, gradients), then time and peak memory against
-   materialised logits and against a floor, the three matrix products that any implementation needs.
+1. Log-probs: each path, with and without the Triton kernels, against materialised logits in float64 (values, loss,
+   gradients); then time and peak memory against materialised logits and a floor, the three matrix products that any
+   implementation needs.
 2. `lmrl train` on the tiny policy: twenty steps in bfloat16, five in float32.
 3. A resumed run: not yet, there is nothing to resume from.
 
@@ -22,9 +23,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from lmrl import kernels
 from lmrl.cli import main as lmrl
 from lmrl.logprobs import fused_logprobs, fused_token_loss
 from lmrl.ppo import clipped_surrogate, importance_ratio
@@ -70,39 +73,53 @@ def make_problem(shape, dtype, device, seed=0):
     return Problem(hidden.requires_grad_(), weight.requires_grad_(), targets, old_logprobs, advantages)
 
 
+def finished(loss, logprobs):
+    """What every path returns, after it has filled in the gradients to hidden and weight: loss and log-probs."""
+    loss.backward()
+    return loss.detach(), logprobs.detach()
+
+
 def materialised(problem):
-    """Loss and log-probs by way of all the logits: what everything else has to agree with."""
+    """By way of all the logits: what everything else has to agree with."""
     logits = problem.hidden @ problem.weight.T
     table = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     logprobs = table.gather(1, problem.targets[:, None]).squeeze(1)
     entropy = -(table.exp() * table).sum(1)
-    return problem.token_loss(logprobs, entropy, slice(None)), logprobs.detach()
+    return finished(problem.token_loss(logprobs, entropy, slice(None)), logprobs)
 
 
 def recomputing(problem):
     logprobs, entropy = fused_logprobs(problem.hidden, problem.weight, problem.targets)
-    return problem.token_loss(logprobs, entropy, slice(None)), logprobs.detach()
+    return finished(problem.token_loss(logprobs, entropy, slice(None)), logprobs)
 
 
 def loss_in_forward(problem):
     loss, logprobs, _ = fused_token_loss(problem.hidden, problem.weight, problem.targets, problem.token_loss)
-    return loss, logprobs
+    return finished(loss, logprobs)
 
 
-PATHS = {"materialised": materialised, "fused_logprobs": recomputing, "fused_token_loss": loss_in_forward}
+def without_triton(path):
+    def torch_only(problem):
+        with mock.patch("lmrl.logprobs.use_kernels", lambda logits: False):
+            return path(problem)
+
+    return torch_only
+
+
+PATHS = {
+    "materialised": materialised,
+    "fused_logprobs": recomputing,
+    "fused_logprobs, no Triton": without_triton(recomputing),
+    "fused_token_loss": loss_in_forward,
+    "fused_token_loss, no Triton": without_triton(loss_in_forward),
+}
 
 
 def value_and_gradients(path, problem):
     """The loss, the log-probs, and the gradients to hidden and weight."""
     problem.hidden.grad = problem.weight.grad = None
     loss, logprobs = path(problem)
-    loss.backward()
-    return {
-        "loss": loss.detach(),
-        "log-probs": logprobs,
-        "d hidden": problem.hidden.grad,
-        "d weight": problem.weight.grad,
-    }
+    return {"loss": loss, "log-probs": logprobs, "d hidden": problem.hidden.grad, "d weight": problem.weight.grad}
 
 
 def three_products(problem):
@@ -177,7 +194,7 @@ def extra_memory(function, device):
 
 
 def time_logprobs(report, shapes, device, repeats):
-    print(f"\n{'dtype':9} {'N, D, V':22} {'path':17} {'ms':>9} {'x floor':>8} {'x materialised':>15} {'extra MiB':>10}")
+    print(f"\n{'dtype':9} {'N, D, V':22} {'path':27} {'ms':>9} {'x floor':>8} {'x materialised':>15} {'extra MiB':>10}")
     for dtype in (torch.bfloat16, torch.float32):
         for shape in shapes:
             memory = time_shape(make_problem(shape, dtype, device), device, repeats)
@@ -190,14 +207,14 @@ def time_shape(problem, device, repeats):
     """Print a row per path; returns the extra memory of each, in MiB."""
     floor = seconds_of(lambda: three_products(problem), device, repeats)
     shape = (*problem.hidden.shape, len(problem.weight))
-    print(f"{str(problem.hidden.dtype)[6:]:9} {shape!s:22} {'three products':17} {floor * 1e3:9.2f} {1:8.2f}")
+    print(f"{str(problem.hidden.dtype)[6:]:9} {shape!s:22} {'three products':27} {floor * 1e3:9.2f} {1:8.2f}")
     seconds, memory = {}, {}
     for name, path in PATHS.items():
         problem.hidden.grad = problem.weight.grad = None
         memory[name] = extra_memory(lambda: value_and_gradients(path, problem), device)
         seconds[name] = seconds_of(lambda: value_and_gradients(path, problem), device, repeats)
         ratios = f"{seconds[name] / floor:8.2f} {seconds[name] / seconds['materialised']:15.2f}"
-        print(f"{'':32} {name:17} {seconds[name] * 1e3:9.2f} {ratios} {memory[name]:10.0f}", flush=True)
+        print(f"{'':32} {name:27} {seconds[name] * 1e3:9.2f} {ratios} {memory[name]:10.0f}", flush=True)
     return memory
 
 
@@ -242,7 +259,8 @@ def main(arguments=None):
         print("benchmarks/gpu.py: PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
     started, report = time.perf_counter(), Report()
-    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU'}, torch {torch.__version__}")
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, {'Triton' if kernels.triton else 'no Triton'}")
     check_logprobs(report, TINY_SHAPES if options.small else CHECK_SHAPES, options.device)
     time_logprobs(report, TINY_SHAPES if options.small else SHAPES, options.device, repeats=2 if options.small else 10)
     check_training(report, "bfloat16", 2 if options.small else 20, options.device, largest_gap=0.5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 import gpu  # noqa: E402
 
 
@@ -22,8 +22,10 @@ def test_its_pieces_run_on_a_cpu(capsys):
 
 def test_a_wrong_gradient_and_a_nan_fail(capsys, monkeypatch):
     def halved(problem):
-        loss, logprobs = gpu.materialised(problem)
-        return loss / 2 + loss.detach() / 2, logprobs
+        results = gpu.materialised(problem)
+        problem.hidden.grad /= 2
+        problem.weight.grad /= 2
+        return results
 
     def undefined(problem):
         loss, logprobs = gpu.materialised(problem)
@@ -43,6 +45,18 @@ def test_a_run_that_fails_is_a_failed_check(capsys, monkeypatch):
     report = gpu.Report()
     gpu.check_training(report, "float32", 2, "cpu", largest_gap=1e-3)
     assert report.failed == 1 and "lmrl: out of memory" in capsys.readouterr().out
+
+
+def test_without_triton_covers_the_backward_pass(monkeypatch):
+    asked = []
+    monkeypatch.setattr("lmrl.logprobs.use_kernels", lambda logits: asked.append(1) or False)
+    problem = gpu.make_problem(gpu.TINY_SHAPES[0], torch.float32, "cpu")
+    for name in ("fused_logprobs", "fused_token_loss"):
+        asked.clear()
+        gpu.value_and_gradients(gpu.PATHS[f"{name}, no Triton"], problem)
+        assert not asked
+        gpu.value_and_gradients(gpu.PATHS[name], problem)
+        assert asked
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
