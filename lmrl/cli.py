@@ -6,33 +6,31 @@ Do not edit: change the notebook, then `make export`.
 
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
 
 from lmrl.config import TrainConfig, check_config
+from lmrl.memory import Setup, plan_table, shape_of
 from lmrl.metrics import optional_import, peak_memory
-from lmrl.models import load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
-from lmrl.policy import warm_start_folder
+from lmrl.models import (
+    find_device,
+    load_config,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    resolve_model_path,
+    stop_token_ids,
+)
+from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
 from lmrl.rewards import load_reward
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import load_task
 from lmrl.trainer import Trainer, free_run_folder, run
 from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
-__all__ = ["find_device", "build_trainer", "train", "main"]
-
-
-def find_device(name: str) -> str:
-    """The PyTorch device called ``name``, with "auto" a GPU if there is one; ValueError if it is not here (section 16)."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of the three
-        raise ValueError(f"device {name!r} does not work here ({error}); take auto, cpu or cuda") from error
-    return name
+__all__ = ["build_trainer", "train", "PlanConfig", "plan_memory", "COMMANDS", "main"]
 
 
 def build_trainer(config: TrainConfig) -> Trainer:
@@ -84,17 +82,73 @@ def train(config: TrainConfig) -> int:
     return 130 if result.interrupted else 0
 
 
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """The settings of a plan (section 12): those of `lmrl train`, of which it reads what changes memory, and these."""
+
+    max_prompt_length: int | None = None
+    """Tokens of the longest prompt; by default 8 for the tiny policy and 512 for others."""
+    critic: bool = False
+    """A critic with a trunk of its own, as PPO has."""
+    reward_model: str | None = None
+    """A reward model: a folder or config.json, or "same" for one of the policy's size."""
+    use_vllm: bool = False
+    """A vLLM engine on the same GPU."""
+    master_weights: bool = False
+    """float32 copies of bfloat16 weights for the optimiser."""
+    optim: str = "adamw"
+    """"adamw" or "sgd"."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the layers and compute their insides twice."""
+    fused_logits: bool = True
+    """Section 11's log-probs; without, the logits of a batch are held in full."""
+    world_size: int = 1
+    """GPUs that share the step: its completions, and by FSDP the models."""
+
+
+def plan_memory(config: PlanConfig) -> int:
+    """Run ``lmrl plan``; returns the exit code (section 16). ValueError for settings that cannot work."""
+    check_config(config)
+    tiny, dtype = config.model == "tiny", getattr(torch, config.dtype)
+    policy = shape_of(build_policy(build_tokenizer()).config if tiny else load_config(config.model), dtype)
+    reward_model = policy
+    if config.reward_model != "same":
+        reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
+    setup = Setup(
+        completions=config.completions_per_step,
+        batch=config.per_device_train_batch_size,
+        max_prompt_length=config.max_prompt_length or (8 if tiny else 512),
+        max_completion_length=config.max_completion_length,
+        num_generations=config.num_generations,
+        master_weights=config.master_weights,
+        optim=config.optim,
+        reference=config.beta != 0.0,
+        critic=config.critic,
+        reward_model=reward_model,
+        use_vllm=config.use_vllm,
+        gradient_checkpointing=config.gradient_checkpointing,
+        fused_logits=config.fused_logits,
+        world_size=config.world_size,
+    )
+    print(plan_table(policy, setup))
+    return 0
+
+
+COMMANDS = {"train": (TrainConfig, train), "plan": (PlanConfig, plan_memory)}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the command ``lmrl``; returns the exit code (section 16)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     arguments = ["--use-vllm" if argument == "--vllm" else argument for argument in arguments]
     transformers.utils.logging.disable_progress_bar()
-    if arguments[:1] != ["train"]:
-        print("usage: lmrl train [options]   (lmrl train --help lists them)", file=sys.stderr)
+    if not arguments or arguments[0] not in COMMANDS:
+        print("usage: lmrl train|plan [options]   (lmrl train --help lists them)", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
         tyro = optional_import("tyro", "train")
-        return train(tyro.cli(TrainConfig, args=arguments[1:], prog="lmrl train"))
+        settings, command = COMMANDS[arguments[0]]
+        return command(tyro.cli(settings, args=arguments[1:], prog=f"lmrl {arguments[0]}"))
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

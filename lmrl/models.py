@@ -12,17 +12,28 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from lmrl.values import Critic, build_critic
 
 __all__ = [
     "resolve_model_path",
     "find_weights",
     "gguf_options",
+    "load_config",
+    "find_device",
     "load_files",
     "load_tokenizer",
     "disable_dropout",
     "load_policy",
     "load_reference",
+    "load_critic",
+    "load_reward_model",
     "turn_end_id",
     "stop_token_ids",
 ]
@@ -80,6 +91,30 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
     return {"gguf_file": gguf_file}
 
 
+def load_config(path: str | Path):
+    """The Hugging Face config of the model at ``path``; its weights need not be there (section 12).
+
+    ``path`` is a config's JSON file, a folder that holds config.json, or what `find_weights` takes. Of a .gguf file only the
+    header is read. Raises FileNotFoundError and ValueError as `find_weights`, and ValueError if it is not a model's config.
+    """
+    place = resolve_model_path(path)
+    if place.suffix == ".json" or (place / "config.json").is_file():
+        return load_files(AutoConfig.from_pretrained, "config", place)
+    folder, gguf_file = find_weights(place)
+    return load_files(AutoConfig.from_pretrained, "config", folder, **gguf_options(gguf_file))
+
+
+def find_device(name: str) -> str:
+    """The PyTorch device called ``name``, with "auto" a GPU if there is one; ValueError if it is not here (section 12)."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of the three
+        raise ValueError(f"device {name!r} does not work here ({error}); take auto, cpu or cuda") from error
+    return name
+
+
 def load_files(load: Callable, what: str, folder: Path, **options):
     """``load(folder, **options)`` without a download; any failure is a ValueError that says which files are bad."""
     try:
@@ -125,11 +160,11 @@ def load_policy(path: str | Path, *, dtype: str | torch.dtype = torch.float32, d
     """The causal language model at ``path``, trainable, without dropout, on ``device`` (section 12).
 
     ``path`` is a Hugging Face folder, or a .gguf file or a folder that holds one, whose weights are unpacked to
-    ``dtype``. Nothing is downloaded. Raises ValueError if the model cannot be read or weights are missing from the file,
-    ImportError if the packages that read .gguf files are, and what `find_weights` raises.
+    ``dtype``. Nothing is downloaded. Raises ValueError if the model cannot be read, weights are missing from the file
+    or the device is not here, ImportError if the packages that read .gguf files are, and what `find_weights` raises.
     """
     folder, gguf_file = find_weights(path)
-    options = gguf_options(gguf_file)
+    device, options = find_device(str(device)), gguf_options(gguf_file)
     if gguf_file is not None:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     options |= {"dtype": dtype, "output_loading_info": True}
@@ -158,6 +193,48 @@ def load_reference(source, *, dtype: str | torch.dtype = torch.float32, device: 
     else:
         model = disable_dropout(copy.deepcopy(source))
     return model.requires_grad_(False)
+
+
+def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torch.float32, device="cpu") -> Critic:
+    """A trainable critic without dropout whose head starts at 0, on a copy of a trunk or on the policy's own (section 12).
+
+    ``source`` is the policy, or the path of a model, loaded as in `load_policy` with ``dtype`` and ``device``. ``shared`` takes
+    the policy's trunk itself. Raises ValueError if there is no policy to share it with.
+    """
+    if isinstance(source, (str, Path)):
+        if shared:
+            raise ValueError(f"a critic that shares its trunk needs the loaded policy, not the path {source}")
+        source = load_policy(source, dtype=dtype, device=device)
+        shared = True  # nobody else has it
+    if shared:
+        return Critic(source.base_model, source.config.get_text_config().hidden_size).eval()
+    return build_critic(source)
+
+
+def load_reward_model(path: str | Path, tokenizer, *, dtype: str | torch.dtype = torch.float32, device="cpu"):
+    """The frozen reward model in the folder ``path``, a sequence classifier with one label, on ``device`` (section 12).
+
+    ``tokenizer`` is the policy's, whose ids it will be given. Called with ``input_ids`` and ``attention_mask`` ``[B, L]``, padded
+    on the right, it returns ``logits`` ``[B, 1]``. Raises ValueError if it has another number of labels, no head, another
+    vocabulary, or if the device is not here, and what `find_weights` raises.
+    """
+    folder, gguf_file = find_weights(path)
+    if gguf_file is not None:
+        raise ValueError(f"{path} is a .gguf file, which has no scoring head; give the folder of a sequence classifier")
+    device, config = find_device(str(device)), load_config(folder)
+    if config.num_labels != 1 and any("SequenceClassification" in name for name in config.architectures or []):
+        raise ValueError(f"{path} has {config.num_labels} labels; a reward model has one")
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the reward model in {path} and the policy have different tokenizers, so ids mean other texts"
+        )
+    options = {"num_labels": 1, "dtype": dtype, "output_loading_info": True}
+    model, report = load_files(AutoModelForSequenceClassification.from_pretrained, "reward model", folder, **options)
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])[0]
+        raise ValueError(f"{path} has no weights for {missing}, so it is not a reward model: its head would be random")
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return disable_dropout(model).to(device).requires_grad_(False)
 
 
 def turn_end_id(tokenizer) -> int | None:

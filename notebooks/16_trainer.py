@@ -54,8 +54,20 @@ from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.figures.style import COLORS, new_figure, show
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
-from lmrl.models import disable_dropout, load_policy, load_reference, load_tokenizer, resolve_model_path, stop_token_ids
+from lmrl.memory import Setup, plan_table, shape_of
+from lmrl.models import (
+    disable_dropout,
+    find_device,
+    load_config,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    resolve_model_path,
+    stop_token_ids,
+)
 from lmrl.policy import (
+    build_policy,
+    build_tokenizer,
     completion_texts,
     masked_mean,
     save_model,
@@ -901,17 +913,6 @@ assert max(record["ratio_error"] for record in records) == 0.0
 
 
 # %% tags=["export:cli"]
-def find_device(name: str) -> str:
-    """The PyTorch device called ``name``, with "auto" a GPU if there is one; ValueError if it is not here (section 16)."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of the three
-        raise ValueError(f"device {name!r} does not work here ({error}); take auto, cpu or cuda") from error
-    return name
-
-
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
@@ -962,17 +963,84 @@ def train(config: TrainConfig) -> int:
     return 130 if result.interrupted else 0
 
 
+# %% [markdown]
+# `lmrl plan` takes the settings of `lmrl train`, and a few that a plan alone needs, and prints section 12's table: change the verb
+# of a command to know what it will take. It loads no weights.
+
+
+# %% tags=["export:cli"]
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """The settings of a plan (section 12): those of `lmrl train`, of which it reads what changes memory, and these."""
+
+    max_prompt_length: int | None = None
+    """Tokens of the longest prompt; by default 8 for the tiny policy and 512 for others."""
+    critic: bool = False
+    """A critic with a trunk of its own, as PPO has."""
+    reward_model: str | None = None
+    """A reward model: a folder or config.json, or "same" for one of the policy's size."""
+    use_vllm: bool = False
+    """A vLLM engine on the same GPU."""
+    master_weights: bool = False
+    """float32 copies of bfloat16 weights for the optimiser."""
+    optim: str = "adamw"
+    """"adamw" or "sgd"."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the layers and compute their insides twice."""
+    fused_logits: bool = True
+    """Section 11's log-probs; without, the logits of a batch are held in full."""
+    world_size: int = 1
+    """GPUs that share the step: its completions, and by FSDP the models."""
+
+
+def plan_memory(config: PlanConfig) -> int:
+    """Run ``lmrl plan``; returns the exit code (section 16). ValueError for settings that cannot work."""
+    check_config(config)
+    tiny, dtype = config.model == "tiny", getattr(torch, config.dtype)
+    policy = shape_of(build_policy(build_tokenizer()).config if tiny else load_config(config.model), dtype)
+    reward_model = policy
+    if config.reward_model != "same":
+        reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
+    setup = Setup(
+        completions=config.completions_per_step,
+        batch=config.per_device_train_batch_size,
+        max_prompt_length=config.max_prompt_length or (8 if tiny else 512),
+        max_completion_length=config.max_completion_length,
+        num_generations=config.num_generations,
+        master_weights=config.master_weights,
+        optim=config.optim,
+        reference=config.beta != 0.0,
+        critic=config.critic,
+        reward_model=reward_model,
+        use_vllm=config.use_vllm,
+        gradient_checkpointing=config.gradient_checkpointing,
+        fused_logits=config.fused_logits,
+        world_size=config.world_size,
+    )
+    print(plan_table(policy, setup))
+    return 0
+
+
+# %% [markdown]
+# Both commands by name, and what ends them:
+
+
+# %% tags=["export:cli"]
+COMMANDS = {"train": (TrainConfig, train), "plan": (PlanConfig, plan_memory)}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the command ``lmrl``; returns the exit code (section 16)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     arguments = ["--use-vllm" if argument == "--vllm" else argument for argument in arguments]
     transformers.utils.logging.disable_progress_bar()
-    if arguments[:1] != ["train"]:
-        print("usage: lmrl train [options]   (lmrl train --help lists them)", file=sys.stderr)
+    if not arguments or arguments[0] not in COMMANDS:
+        print("usage: lmrl train|plan [options]   (lmrl train --help lists them)", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
         tyro = optional_import("tyro", "train")
-        return train(tyro.cli(TrainConfig, args=arguments[1:], prog="lmrl train"))
+        settings, command = COMMANDS[arguments[0]]
+        return command(tyro.cli(settings, args=arguments[1:], prog=f"lmrl {arguments[0]}"))
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -6,13 +6,23 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from lmrl.models import (
     disable_dropout,
+    find_device,
     find_weights,
+    load_config,
+    load_critic,
     load_policy,
     load_reference,
+    load_reward_model,
     load_tokenizer,
     resolve_model_path,
     stop_token_ids,
@@ -247,6 +257,140 @@ def test_reference_from_a_policy_in_the_middle_of_a_step_has_no_gradients(folder
     token_logprobs(policy, torch.tensor([[5]]), torch.tensor([[True]]), torch.tensor([[5]])).sum().backward()
     assert all(weight.grad is None for weight in load_reference(policy).parameters())
     assert any(weight.grad is not None for weight in policy.parameters())
+
+
+# ------------------------------------------------------------------------------------------------- config and device
+
+
+@pytest.mark.parametrize("where", ["folder", "file", "renamed"])
+def test_config_without_weights(folder, tmp_path, where):
+    name = "config.json" if where != "renamed" else "small.json"
+    (tmp_path / name).write_text((folder / "config.json").read_text())
+    config = load_config(tmp_path if where == "folder" else tmp_path / name)
+    assert config.hidden_size == 64 and config.model_type == "qwen3"
+
+
+def test_config_of_a_gguf(tmp_path):
+    write_gguf(tmp_path / "model.gguf")
+    config = load_config(tmp_path / "model.gguf")
+    assert (config.hidden_size, config.num_hidden_layers, config.tie_word_embeddings) == (32, 2, False)
+    assert config.vocab_size == load_policy(tmp_path).config.vocab_size
+
+
+def test_what_is_not_a_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no weights in"):
+        load_config(tmp_path)
+    for text in ("{}", '{"model_type": "nobody-knows"}', "no json"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="cannot load the config in .*config.json"):
+            load_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu", "xpu:3"])
+def test_a_device_that_is_not_here(folder, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is here")
+    for load in (lambda: find_device(device), lambda: load_policy(folder, device=device)):
+        with pytest.raises(ValueError, match=f"device '{device}' does not work here"):
+            load()
+
+
+def test_device_auto_is_one_that_works():
+    assert torch.zeros(1, device=find_device("auto")).item() == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- critic
+
+BATCH = torch.full((2, 3), 5), torch.ones(2, 3, dtype=torch.bool), torch.full((2, 4), 6)
+
+
+@pytest.mark.parametrize("source", ["policy", "path", "shared"])
+def test_critic_starts_at_zero_and_learns(folder, source):
+    policy = load_policy(folder)
+    critic = load_critic(folder if source == "path" else policy, shared=source == "shared")
+    before = score(policy)
+    values = critic(*BATCH)
+    assert values.shape == (2, 5) and (values == 0).all()
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    for _ in range(2):  # the head first: as long as it is 0, the trunk has no gradient
+        optimizer.zero_grad()
+        (critic(*BATCH) - 1).square().sum().backward()
+        optimizer.step()
+    assert (critic(*BATCH) != 0).all()
+    assert torch.equal(score(policy), before) == (source != "shared")
+    assert not critic.training
+
+
+def test_critic_from_a_path_has_its_dtype(folder):
+    critic = load_critic(str(folder), dtype="bfloat16")
+    assert next(critic.trunk.parameters()).dtype == torch.bfloat16
+
+
+def test_a_shared_trunk_needs_a_policy(folder):
+    with pytest.raises(ValueError, match="needs the loaded policy, not the path"):
+        load_critic(folder, shared=True)
+
+
+# -------------------------------------------------------------------------------------------------------- reward model
+
+
+def save_reward_model(folder, num_labels=1, tokenizer=None):
+    tokenizer = tokenizer or build_tokenizer()
+    config = build_policy(tokenizer).config
+    config.num_labels, config.pad_token_id = num_labels, tokenizer.pad_token_id
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_reward_model_scores_the_last_token_whatever_the_padding(tmp_path):
+    saved, tokenizer = save_reward_model(tmp_path), build_tokenizer()
+    model = load_reward_model(tmp_path, tokenizer)
+    row = torch.tensor([[1, 5, 6]])
+    expected = saved.eval()(input_ids=row).logits
+    padded = torch.tensor([[1, 5, 6, tokenizer.pad_token_id], [1, 5, 6, 7]])
+    scores = model(input_ids=padded, attention_mask=(padded != tokenizer.pad_token_id).long()).logits
+    assert scores.shape == (2, 1) and torch.allclose(scores[:1], expected, atol=1e-5)
+    assert abs(scores[0] - scores[1]) > 1e-4
+    assert not any(weight.requires_grad for weight in model.parameters()) and not model.training
+
+
+def test_reward_model_dtype(tmp_path):
+    save_reward_model(tmp_path)
+    assert load_reward_model(tmp_path, build_tokenizer(), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_language_model_is_no_reward_model(folder):
+    with pytest.raises(ValueError, match="has no weights for score.weight, so it is not a reward model"):
+        load_reward_model(folder, build_tokenizer())
+
+
+def test_a_reward_model_has_one_label(tmp_path):
+    save_reward_model(tmp_path, num_labels=3)
+    with pytest.raises(ValueError, match="has 3 labels; a reward model has one"):
+        load_reward_model(tmp_path, build_tokenizer())
+
+
+def test_a_reward_model_of_another_vocabulary(tmp_path):
+    save_reward_model(tmp_path)
+    with pytest.raises(ValueError, match="have different tokenizers, so ids mean other texts"):
+        load_reward_model(tmp_path, build_tokenizer("abcdefghijkl"))
+
+
+def test_a_reward_model_without_weights_or_device(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no weights in"):
+        load_reward_model(tmp_path, build_tokenizer())
+    save_reward_model(tmp_path)
+    with pytest.raises(ValueError, match="device 'gpu' does not work here"):
+        load_reward_model(tmp_path, build_tokenizer(), device="gpu")
+
+
+def test_a_gguf_is_no_reward_model(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match="is a .gguf file, which has no scoring head"):
+        load_reward_model(tmp_path, build_tokenizer())
 
 
 # ------------------------------------------------------------------------------------------------------------ stop ids

@@ -5,27 +5,54 @@ Do not edit: change the notebook, then `make export`.
 """
 
 from lmrl.figures.style import COLORS, new_figure
+from lmrl.memory import GPU_SIZES, MOMENTS, Plan
 
-__all__ = ["bytes_per_parameter"]
+__all__ = ["SHADES", "PAINT", "memory_bars"]
+
+SHADES = {
+    "weights": 1.0,
+    "gradients": 0.75,
+    "master weights": 0.55,
+    "optimiser": 0.35,
+    "activations": 0.7,
+    "layers' inputs": 0.7,
+    "one layer unfolded": 0.4,
+    "logits": 0.2,
+}
+PAINT = {
+    "policy": COLORS["policy"],
+    "critic": COLORS["advantage"],
+    "reward model": COLORS["reward"],
+    "batch": "black",
+}
 
 
-def bytes_per_parameter(models: dict[str, dict[str, float]], needed: set[str]):
-    """A horizontal bar per model of the bytes per parameter it holds, by part; models not ``needed`` are outlined."""
-    shades = {"weight": 1.0, "gradient": 0.75, "master weight": 0.55, "$m$": 0.4, "$v$": 0.25}
-    figure, axes = new_figure(height=3.0)
-    for row, (model, parts) in enumerate(models.items()):
-        left, color = 0.0, COLORS["policy"] if len(parts) > 1 else COLORS["reference"]
-        for part, width in parts.items():
-            style = {"color": color, "alpha": shades[part]} if model in needed else {"fill": False, "edgecolor": color}
-            axes.barh(row, width, left=left, height=0.7, linewidth=1, **style)
-            dark = model in needed and shades[part] > 0.5
-            axes.text(
-                left + width / 2, row, part, ha="center", va="center", color="white" if dark else "black", fontsize=8
-            )
-            left += width
-        note = f"{left:.0f} B" if model in needed else f"{left:.0f} B, not needed"
-        axes.text(left + 0.2, row, note, va="center")
-    axes.set_yticks(range(len(models)), models)
-    axes.invert_yaxis()
-    axes.set(xlabel="bytes per parameter (weights and optimiser state only)", xlim=(0, 20.5), xticks=range(0, 17, 4))
+def memory_bars(planned: Plan):
+    """A bar per model and one for the batch of what it holds at the planned moment of the peak, and their sum, in GiB."""
+    moment = max(MOMENTS, key=planned.during)
+    owners = ("policy", "reference", "reward model", "critic", "engine", "batch")
+    figure, axes = new_figure(height=3.6)
+    total = 0.0
+    for row, owner in enumerate(owners):
+        color, left = PAINT.get(owner, COLORS["reference"]), 0.0
+        for part in planned.residents:
+            if part.owner != owner or part.when not in ("always", moment):
+                continue
+            width, alpha = part.bytes / 2**30, SHADES.get(part.what, 0.5)
+            axes.barh(row, width, left=left, height=0.7, color=color, alpha=alpha)
+            axes.barh(len(owners), width, left=total, height=0.7, color=color, alpha=alpha)
+            if width > 0.011 * len(part.what) * planned.peak / 2**30:
+                place = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if alpha > 0.6 else "black"}
+                axes.text(left + width / 2, row, part.what, **place)
+            left, total = left + width, total + width
+        axes.text(left, row, f" {left:.1f} GiB" if left else " not there", va="center")
+    axes.text(total, len(owners), f" {total:.1f} GiB while {moment}", va="center")
+    for size in GPU_SIZES:
+        if size < 1.4 * total:
+            axes.axvline(size, color="black", linewidth=0.8, linestyle="--", zorder=0)
+            axes.text(size, -0.7, f"{size} GB", ha="center", fontsize=8, backgroundcolor="white")
+    axes.set_yticks(range(len(owners) + 1), [*owners, "peak"])
+    axes.set(xlim=(0, 1.4 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
+    figure.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
+    figure.subplots_adjust(left=0.14, right=0.98, bottom=0.14, top=0.98)
     return figure
