@@ -22,7 +22,11 @@ import torch
 from torch import Tensor
 
 from lmrl.batch import Rollouts, rollouts_from_samples
-from lmrl.policy import Samples, pad_left, pad_right
+from lmrl.policy import (
+    Samples,
+    pad_left,
+    pad_right,
+)
 from lmrl.rollout import TorchSampler
 
 __all__ = [
@@ -221,7 +225,8 @@ def stale_weights(engine_model, weights: dict[str, Tensor], places: dict) -> lis
     for name, weight in weights.items():
         place, first = places[name]
         for held in copies_in_use(engine_model, place, weight):
-            wanted = weight if held.shape[-1] == weight.shape[-1] else weight[:, probed_columns(weight)]
+            whole = weight.ndim == 1 or held.shape[-1] == weight.shape[-1]
+            wanted = weight if whole else weight[:, probed_columns(weight)]
             if checksum(held[first : first + len(weight)]) != checksum(wanted.to(held.dtype)):
                 stale.append(name)
     return stale

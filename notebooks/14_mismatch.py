@@ -68,22 +68,39 @@ from lmrl.batch import Rollouts, rollouts_from_samples
 from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.gae import gae, score_last_token
 from lmrl.loss import policy_loss, token_weights
+from lmrl.logprobs import completion_logprobs
 from lmrl.models import load_policy, load_tokenizer, stop_token_ids
-from lmrl.policy import Samples, addition_problems, pad_left, pad_right, token_logprobs, warm_start_folder
+from lmrl.policy import (
+    Samples,
+    addition_problems,
+    addition_reward,
+    completion_texts,
+    pad_left,
+    pad_right,
+    token_logprobs,
+    warm_start_folder,
+)
 from lmrl.ppo import clip_bounds, clipped, clipped_surrogate, importance_ratio
+from lmrl.reinforce import reinforce_terms
 from lmrl.rollout import TorchSampler
 from lmrl.tree import (
     TabularPolicy,
     Tree,
+    completions,
     enumerate_tree,
     exact_gradient,
     exact_values,
+    expectation,
+    flat_gradient,
+    leaf_logprobs,
     leaf_probabilities,
     row_gradients,
     score_matrix,
+    terminal_returns,
 )
 from lmrl.trust_region import kl_k1, kl_k2, kl_k3, log_ratio
-from lmrl.variance import Moments, group_moments, weighted_scores
+from lmrl.values import build_critic, monte_carlo_outcomes, next_chosen, value_terms
+from lmrl.variance import Moments, group_moments, leaf_moments, weighted_scores
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -896,9 +913,338 @@ explore(
 
 # %% [markdown]
 # # Part 2. One decision, mostly on-policy
+#
+# **Is a completion a sequence of decisions, or one?** Take the whole text as a single action among all texts, with the
+# prompt as the only state. That is a bandit, the simplest problem in reinforcement learning. What is lost?
+#
+# Nothing, as far as the gradient goes. The reward comes once, at the end, and the transition is appending. With one
+# advantage $A$ for the completion,
+#
+# $$\underbrace{A\, \nabla \log \pi_\theta(\tau)}_{\text{one action}}
+# = A\, \nabla \sum_t \log \pi_\theta(a_t \mid s_t)
+# = \underbrace{\sum_t A\, \nabla \log \pi_\theta(a_t \mid s_t)}_{\text{a token at a time}} .$$
+#
+# **Claim 14.1.** This is an identity for every single sample, so the two estimators have the same bias and variance.
+# It needs $\gamma = 1$ and one advantage for all tokens. A discount or a critic's value at every state gives each
+# token its own, and the two sides part.
+
+# %%
+bandit_policy = TabularPolicy(vocab_size=3, max_length=3, seed=0)
+bandit_tree = enumerate_tree(bandit_policy, max_length=3, eos_id=0)
+R = torch.tensor([float("12" in "".join(map(str, ids))) for ids in completions(bandit_tree)], dtype=torch.float64)
+one_action = row_gradients(R * leaf_logprobs(bandit_tree), [bandit_policy.logits])
+values = exact_values(bandit_tree, R).v[bandit_tree.states]
+token_advantages = {
+    "γ = 1": terminal_returns(R, bandit_tree.mask),
+    "γ = 0.9": terminal_returns(R, bandit_tree.mask, 0.9),
+    "minus V(s)": R[:, None] - values,
+}
+apart = {}
+for name, advantages in token_advantages.items():
+    per_token = row_gradients(reinforce_terms(bandit_tree.logprobs, advantages).sum(1), [bandit_policy.logits])
+    apart[name] = (per_token - one_action).abs().max().item()
+    moments = leaf_moments(bandit_tree, per_token, exact_gradient(bandit_tree, R, [bandit_policy.logits]))
+    print(
+        f"{name:10}: largest difference in any sample {apart[name]:.1e}, bias {moments.bias.norm():.1e}, "
+        f"variance {moments.variance:.3f}"
+    )
+assert apart["γ = 1"] < 1e-12 < 0.01 < min(apart["γ = 0.9"], apart["minus V(s)"])
+
+# %% [markdown]
+# The last line is where the bandit view stops. It is true that the *reward* says nothing before the end. It is not true that
+# a prefix carries no information: $V(s)$ moves as the text is written, and a baseline that follows it has less variance at
+# the same mean. Whether the gain is worth a critic is Part 3.
+#
+# The same on a real batch, with section 11's loss: 64 answers of the adder that section 1 warmed up, all parameters.
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, adder = load_tokenizer(folder), load_policy(folder)
+problems = addition_problems()[0]
+stop_ids = [tokenizer.eos_token_id]
+sampler = TorchSampler(adder, stop_ids, tokenizer.pad_token_id, max_completion_length=4)
+rollouts = sampler.generate([tokenizer(p.prompt).input_ids for p in problems[:8]], 8, seed=0)
+advantages = torch.randn(64, generator=torch.Generator().manual_seed(0))
+logprobs, _ = completion_logprobs(
+    adder, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, rollouts.mask
+)
+weights = token_weights(rollouts.mask, "dr_grpo", 4)
+by_token = policy_loss(logprobs, logprobs.detach(), advantages[:, None].expand(-1, 4), weights)
+by_text = -(advantages * logprobs.sum(1)).sum() / (64 * 4)
+parameters = list(adder.parameters())
+by_token, by_text = (flat_gradient(loss, parameters) for loss in (by_token, by_text))
+difference = ((by_token - by_text).norm() / by_text.norm()).item()
+print(f"{len(by_text)} parameters, relative difference {difference:.1e}")
+assert difference < 1e-5
+
+# %% [markdown]
+# ## How often does the clip fire?
+#
+# The clip was made for batches that are used for many passes. Here one to four are usual. In the first pass every ratio
+# is exactly 1 and the clip cannot fire; what happens in the next ones?
+#
+# **Claim 14.2**, in runs of ten batches of 128 answers, four passes over each, with the loss of section 16. How far a pass
+# moves depends on the learning rate, so there are two: the tiny policy's own, and a tenth of it. Counted are tokens with an
+# advantage; the others have nothing to clip.
+
+
+# %% tags=["demo"]
+def run_with_passes(learning_rate, passes=4, batches=10):
+    """Ratio, clip flag and old probability of every token with an advantage, [3, N] for each pass."""
+    model = load_policy(folder)
+    sampler = TorchSampler(model, stop_ids, tokenizer.pad_token_id, max_completion_length=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    seen = [[] for _ in range(passes)]
+    for batch in range(batches):
+        asked = problems[16 * batch : 16 * (batch + 1)]
+        rollouts = sampler.generate([tokenizer(p.prompt).input_ids for p in asked], 8, seed=batch)
+        texts = completion_texts(tokenizer, rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated)
+        answers = [asked[g].answer for g in rollouts.group.tolist()]
+        rewards = torch.tensor(addition_reward([], texts, answer=answers))
+        advantages = row_advantages(rewards, rollouts.group, "group", "group")[:, None].expand(rollouts.mask.shape)
+        inputs = rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, rollouts.mask
+        old, weights = None, token_weights(rollouts.mask, "dapo", 4)
+        for found in seen:
+            logprobs, _ = completion_logprobs(model, *inputs)
+            old = logprobs.detach() if old is None else old
+            optimizer.zero_grad()
+            policy_loss(logprobs, old, advantages, weights).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            chosen = rollouts.mask & (advantages != 0)
+            ratio = importance_ratio(logprobs.detach(), old)
+            flags = clip_flags(ratio, advantages, RECIPES["bnpo"].choices)
+            found.append(torch.stack([ratio[chosen], flags[chosen].float(), old[chosen].exp()]))
+            optimizer.step()
+    return [torch.cat(found, 1) for found in seen]
+
+
+# %%
+shares = {}
+for learning_rate in (1e-4, 1e-3):
+    passes = run_with_passes(learning_rate)
+    shares[learning_rate] = [flags.mean().item() for _, flags, _ in passes]
+    moved = [f"{(ratio - 1).abs().median():.4f}" for ratio, _, _ in passes]
+    print(
+        f"learning rate {learning_rate}: clipped in passes 1 to 4", [f"{share:.1%}" for share in shares[learning_rate]]
+    )
+    print(f"      median |r - 1| {moved}, of {passes[0].shape[1]} tokens each")
+    _, flags, old = torch.cat(passes[1:], 1)
+    rare = old[flags.bool()].median().item(), old[~flags.bool()].median().item()
+    print(f"      median probability when sampled: clipped tokens {rare[0]:.2f}, the others {rare[1]:.2f}")
+    assert (passes[0][0] == 1).all() and shares[learning_rate][0] == 0 and rare[0] < rare[1]
+    assert shares[learning_rate] == sorted(shares[learning_rate])
+
+# %% [markdown]
+# The median ratio stays within a percent or so of 1 in both runs, and at the smaller step about one token in a hundred is
+# clipped in the second pass: the ratio is near 1 by construction. It is not a law. The share is a matter of how far a pass
+# moves, and at the tiny policy's learning rate, ten to a thousand times that of a large model, an eighth of the tokens is
+# held by the second pass. What does not depend on the step is *which* tokens: those that were uncertain when they were
+# sampled, where there is still something to learn. That is what an insurance looks like, and it should be read in the
+# metric `clip_fraction` before it is believed.
 
 # %% [markdown]
 # # Part 3. Who needs a critic?
+#
+# A critic doubles the trainable memory (section 12) and must learn to value half-finished arguments. Part 1 has shown the
+# alternatives with numbers: the mean of the others is unbiased, the mean of all gives $(1 - 1/G) \nabla J$, and the divisor bends
+# it. One more stands between them and the critic: **Monte Carlo values** (section 7). From every state that a
+# completion went through, generate $K$ fresh endings and average their rewards; the advantage of a token is the
+# difference of two such averages,
+#
+# $$\hat A_t = \hat V(s_{t+1}) - \hat V(s_t), \qquad \hat V(s) = \frac1K \sum_{k=1}^{K} R(\text{ending}_k), \qquad
+# \hat V(\text{end}) = R(\tau) .$$
+#
+# No network, no bias, and credit for single tokens. **Claim 14.3**, its second half, names two conditions.
+#
+# **First: the completion itself must not be among the endings.** Count it as one of the $K$, and $\hat V(s) = R(\tau)/K +
+# \dots$ looks at the future it is meant to predict. On average over the fresh ones,
+#
+# $$\mathbb{E}\big[\hat A_t \mid \tau\big] = \Big(\tfrac{R}{K} + \big(1 - \tfrac1K\big) V(s_{t+1})\Big)
+# - \Big(\tfrac{R}{K} + \big(1 - \tfrac1K\big) V(s_t)\Big) = \big(1 - \tfrac1K\big) A(s_t, a_t) ,$$
+#
+# and the gradient shrinks as that of a group mean does. At $K = 1$ nothing is left of it: $\hat V(s_t) = R = \hat V(s_{t+1})$.
+
+# %%
+critic_policy = TabularPolicy(vocab_size=3, max_length=3, seed=0)
+critic_tree = enumerate_tree(critic_policy, max_length=3, eos_id=0)
+R = torch.tensor([float("12" in "".join(map(str, ids))) for ids in completions(critic_tree)], dtype=torch.float64)
+exact = exact_gradient(critic_tree, R, [critic_policy.logits])
+V = torch.where(critic_tree.mask, exact_values(critic_tree, R).v[critic_tree.states], 0.0)
+for K in (1, 2, 4):
+    with_own = R[:, None] / K + (1 - 1 / K) * V
+    advantages = next_chosen(with_own, critic_tree.mask, R) - with_own
+    last = critic_tree.mask & ~F.pad(critic_tree.mask[:, 1:], (0, 1))
+    mean = expectation(
+        critic_tree, row_gradients(reinforce_terms(critic_tree.logprobs, advantages).sum(1), [critic_policy.logits])
+    )
+    print(f"K = {K}, one of them its own: mean update {(mean @ exact / exact.square().sum()).item():.4f} ∇J")
+    assert torch.allclose(mean, (1 - 1 / K) * exact, rtol=0, atol=1e-10)
+
+# %% [markdown]
+# **Second: one ending is seldom enough.** Here is the exact variance of an update from four completions, relative to that of the
+# mean of the others, for values from $K$ endings and for a critic that knows $V$. All have the same mean. There are two rewards:
+# one that is decided late, a 1 followed by a 2, and one that is often decided early, any 1 at all.
+
+# %%
+alike = {"scale_rewards": "none", "loss_type": "dr_grpo", "clip_type": "none"}
+kinds = {"mean of the others": {"advantage_estimator": "leave_one_out"}}
+kinds |= {f"K = {K}": {"advantage_estimator": "monte_carlo", "num_value_samples": K} for K in (1, 2, 4, 16)}
+kinds |= {f"V known, λ = {lam}": {"advantage_estimator": "gae", "lam": float(lam)} for lam in (1, 0)}
+noise = {}
+for decided, rewards in {"late": R, "early": (critic_tree.ids == 1).any(1).double()}.items():
+    of_tree, variances = tabulate_prompts([critic_tree], [critic_policy.logits], [rewards]), {}
+    for name, kind in kinds.items():
+        moments = recipe_moments(of_tree, SimpleNamespace(**DEFAULTS | alike | kind), 4)
+        variances[name] = moments.variance
+        assert torch.allclose(
+            moments.mean, of_tree.gradient / 3, rtol=0, atol=1e-7
+        )  # dr_grpo divides by the cap of three
+    noise |= {(decided, name): variance / variances["mean of the others"] for name, variance in variances.items()}
+for name in kinds:
+    print(f"{name:19}: late {noise['late', name]:.3f}   early {noise['early', name]:.3f}")
+late = {name: noise["late", name] for name in kinds}
+assert late["K = 1"] > 1 > late["K = 2"] > late["K = 4"] > late["K = 16"] > late["V known, λ = 0"]
+assert late["K = 16"] < late["V known, λ = 1"] and noise["early", "K = 1"] < 0.8
+
+# %% [markdown]
+# Where the reward is decided late, the two values of a single ending are so noisy that the plain mean of the others is better.
+# From $K = 2$ it pays, and with many endings the update approaches that of a critic that knows everything and trusts it,
+# $\lambda = 0$. Where the reward is decided early, all endings agree from then on, the values have no noise, and one ending
+# is enough. So the claim as it is usually told, that $K > 1$ is needed, is a claim about the task. (For completions of one
+# token it is exact: $R - R'$ is noisier than $R$ minus a mean of three.)
+#
+# The table compares updates, not costs. Endings have to be generated, from every token.
+#
+# ## A small study
+#
+# Back to the adder. Eight problems that it was not trained on, eight answers each, one update from all 64; the same
+# update 16 times with new answers (seeds 0 to 15). Each batch of answers is given every kind of advantage, so that the
+# comparison is paired: the mean of the others, Monte Carlo values with $K = 1$, 4 and 16, and a critic, trained by section 7's
+# loss for 100 steps of 64 answers to other problems, with two values of $\lambda$. The noise is the variance of the update,
+# summed over all parameters of the policy. Intervals are 95%, by resampling the 16 batches.
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, adder = load_tokenizer(folder), load_policy(folder)
+stop_ids = [tokenizer.eos_token_id]
+sampler = TorchSampler(adder, stop_ids, tokenizer.pad_token_id, max_completion_length=4)
+train, heldout = addition_problems()
+
+
+# %% tags=["demo"]
+def answer(problems, per_problem, seed):
+    """Sampled answers, and a function that grades completions of their rows."""
+    rollouts = sampler.generate([tokenizer(p.prompt).input_ids for p in problems], per_problem, seed)
+    answers = [problems[g].answer for g in rollouts.group.tolist()]
+
+    def grade(rows, ids, lengths, truncated):
+        texts = completion_texts(tokenizer, ids, lengths, truncated)
+        return torch.tensor(addition_reward([], texts, answer=[answers[row] for row in rows.tolist()]))
+
+    everything = torch.arange(len(rollouts)), rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated
+    return rollouts, grade(*everything), grade
+
+
+def train_critic(steps):
+    """A critic of the adder, trained on the rewards of sampled answers to the training problems."""
+    critic = build_critic(adder)
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / steps)
+        rollouts, rewards, _ = answer(train[32 * step : 32 * (step + 1)], 2, seed=step)
+        predicted = critic(rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)[:, :-1]
+        error = value_terms(predicted, rewards[:, None].expand_as(predicted))[rollouts.mask].mean()
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    return critic
+
+
+def updates_of(seed, critic):
+    """One update [P] for each kind of advantage, from the same 64 answers."""
+    rollouts, rewards, grade = answer(heldout[:8], 8, seed)
+    inputs, mask = (rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids), rollouts.mask
+    others = row_advantages(rewards, rollouts.group, "leave_one_out", "none")
+    advantages = {"mean of the others": others[:, None].expand(mask.shape)}
+    limits = {"max_completion_length": 4, "stop_ids": stop_ids, "generator": torch.Generator().manual_seed(seed)}
+    outcomes = monte_carlo_outcomes(adder, *inputs, mask, grade, num_rollouts=16, **limits)
+    for K in (1, 4, 16):
+        values = outcomes[..., :K].mean(-1)
+        advantages[f"K = {K}"] = next_chosen(values, mask, rewards) - values
+    with torch.no_grad():
+        values = critic(*inputs)[:, :-1]
+    for lam in (1.0, 0.95):
+        advantages[f"critic, λ = {lam}"] = gae(score_last_token(rewards, mask), values, mask, gamma=1.0, lam=lam)[0]
+    logprobs, _ = completion_logprobs(adder, *inputs, mask)
+    weights = token_weights(mask, "dr_grpo", 4)
+    updates = {}
+    for name, A in advantages.items():
+        loss = policy_loss(logprobs, logprobs.detach(), A, weights)
+        slopes = torch.autograd.grad(loss, list(adder.parameters()), retain_graph=True)
+        updates[name] = torch.cat([slope.flatten() for slope in slopes])
+    return updates
+
+
+def summed_variance(updates, chosen):
+    """The variance of updates [N, P] summed over components, for each row of batch numbers `chosen` [M, N]."""
+    inner = (updates @ updates.T).double()
+    square = inner.diagonal()[chosen].mean(1)
+    return square - inner[chosen[:, :, None], chosen[:, None, :]].mean((1, 2))
+
+
+# %%
+critic = train_critic(100)
+batches = [updates_of(seed, critic) for seed in range(16)]
+updates = {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
+once, again = torch.arange(16)[None], torch.randint(16, (1000, 16), generator=torch.Generator().manual_seed(0))
+against = {}
+for name, table in updates.items():
+    ratio = [
+        summed_variance(table, pick) / summed_variance(updates["mean of the others"], pick) for pick in (once, again)
+    ]
+    low, high = ratio[1].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    against[name] = (ratio[0].item(), low, high)
+    print(f"{name:19}: noise {ratio[0].item():.2f} times that of the mean of the others  [{low:.2f}, {high:.2f}]")
+tokens = answer(heldout[:8], 8, 0)[0].mask.sum().item() / 64
+print(f"an answer has {tokens:.1f} tokens: K = 16 generates {16 * tokens:.0f} endings for it")
+assert against["K = 1"][0] > against["K = 4"][0] > against["K = 16"][0]
+assert against["K = 1"][1] > 1 > max(against[name][2] for name in ("critic, λ = 1.0", "critic, λ = 0.95"))
+
+
+# %% tags=["export:figures"]
+def noise_of_baselines(exact: dict[str, float], study: dict[str, tuple[float, float, float]]) -> Figure:
+    """Noise of an update relative to the mean of the others: left exact on the tree, right a study with intervals."""
+    fig, axes = new_figure(1, 2, height=2.8, sharex=True)
+    for ax, rows, title in zip(axes, (exact, study), ("Tree, decided late, exact", "Adder, groups of eight, 95%")):
+        for place, (name, value) in enumerate(rows.items()):
+            value, low, high = value if isinstance(value, tuple) else (value, value, value)
+            ax.plot([low, high], [place, place], color=COLORS["advantage"], lw=2)
+            ax.plot(value, place, "o", color=COLORS["advantage"])
+        ax.axvline(1, color=COLORS["reference"], lw=0.8)
+        ax.set_yticks(range(len(rows)), list(rows), fontsize=8)
+        ax.invert_yaxis()
+        ax.set(title=title, xlabel="variance of an update, relative")
+    axes[0].set_xlim(0, max(2.0, *(high for _, _, high in study.values())) + 0.1)
+    return fig
+
+
+# %%
+show(
+    noise_of_baselines(late, against),
+    caption="One ending per state is worse than no values at all; how many are needed to beat the plain group depends on "
+    "the task. The critic is the best of all here, where it is cheap.",
+    alt="Two charts of relative variance. On the tree: K = 1 above one, K = 2, 4, 16 falling to 0.38. On the adder: K = 1 at "
+    "1.6, K = 4 near one, K = 16 below, the critic lowest.",
+)
+
+# %% [markdown]
+# $K = 1$ is worse than the group, and on this task four endings still do not help: most tokens of an answer change nothing,
+# and every one of them is charged with the noise of two estimates. Sixteen are better in this sample, with an interval that
+# includes no gain at all, for fifty times the generation. The critic wins. So what the article calls the first thing to go
+# did not go because it estimates badly here. It went because of what it costs, a second model in training, and
+# because a critic for prefixes of thousands of tokens is harder to train than one for four. (With $\lambda = 0.95$ its own
+# errors bias the update, section 8, which this picture of the noise does not show.) On a long chain of reasoning the table
+# may look different, and can be measured in the same way.
 
 # %% [markdown]
 # # Part 4. Which KL, and where?
@@ -1203,7 +1549,8 @@ def stale_weights(engine_model, weights: dict[str, Tensor], places: dict) -> lis
     for name, weight in weights.items():
         place, first = places[name]
         for held in copies_in_use(engine_model, place, weight):
-            wanted = weight if held.shape[-1] == weight.shape[-1] else weight[:, probed_columns(weight)]
+            whole = weight.ndim == 1 or held.shape[-1] == weight.shape[-1]
+            wanted = weight if whole else weight[:, probed_columns(weight)]
             if checksum(held[first : first + len(weight)]) != checksum(wanted.to(held.dtype)):
                 stale.append(name)
     return stale
@@ -1503,3 +1850,156 @@ if with_vllm:
 
 # %% [markdown]
 # # Part 8. The granularity of the ratio
+#
+# The reward judges a completion. The ratio and the clip of section 10 judge a token. Should the two not be of one size?
+#
+# Taken literally, the ratio of a completion is the product $\pi_\theta(\tau)/\pi_{\text{old}}(\tau) = \prod_t r_t$, the true
+# importance weight, whose variance explodes (section 10). **GSPO** takes its $T$-th root, the geometric mean of the $r_t$:
+# Part 1's `sequence_ratio`. A completion is then held by the clip, or not, as a whole. Three tokens show that this
+# is another algorithm and not another way to write the same one:
+
+# %%
+token_ratios = torch.tensor([[1.1, 0.9, 1.5]], dtype=torch.float64)
+logprobs, counts = token_ratios.log(), torch.ones(1, 3, dtype=torch.bool)
+by_token = importance_ratio(logprobs, torch.zeros_like(logprobs))
+by_row = sequence_ratio(logprobs, torch.zeros_like(logprobs), counts)
+praised = torch.ones_like(logprobs)
+for name, ratio in (
+    ("per token", by_token),
+    ("completion", by_row),
+    ("product", by_token.prod(1, keepdim=True).expand(1, 3)),
+):
+    held = clipped(ratio, praised, 0.2)
+    mean = clipped_surrogate(ratio, praised, 0.2).mean()
+    print(f"{name:11} {[round(r, 4) for r in ratio[0].tolist()]}  held {held[0].int().tolist()}  surrogate {mean:.4f}")
+assert abs(clipped_surrogate(by_token, praised, 0.2).mean() - 3.2 / 3) < 1e-10
+assert torch.allclose(by_row, torch.full_like(by_row, 1.485 ** (1 / 3)), rtol=0, atol=1e-10)
+
+# %% [markdown]
+# **The gradient of a token.** Differentiate $s = \exp\big(\tfrac1T \sum_t \log r_t\big)$:
+#
+# $$\nabla s = s \cdot \frac1T \sum_t \nabla \log \pi_\theta(a_t \mid s_t) .$$
+#
+# Every token of a completion has the same factor $s/T$, where the ratio per token gives each its own $r_t/T$.
+#
+# **Claim 14.8.** At $\theta_{\text{old}}$ the factor is $1/T$ for both: GSPO's step is the policy gradient with each
+# completion divided by its length, which is GRPO's. For completions of one length it is $\nabla J / T$. On a
+# tree of five binary tokens, with $R - J$ as the advantage, first there and then further away:
+
+# %%
+speaker = TabularPolicy(vocab_size=2, max_length=5, seed=0)
+old_tree = enumerate_tree(speaker, max_length=5)
+R = (old_tree.ids == 1).double().mean(1) ** 2
+centred = (R - expectation(old_tree, R)).detach()[:, None].expand(old_tree.mask.shape)
+start, direction = speaker.logits.detach().clone(), TabularPolicy(2, 5, seed=1).logits.detach()
+kinds = {
+    "per token": importance_ratio,
+    "completion": sequence_ratio,
+    "product": lambda now, old, counts: (
+        importance_ratio(now.sum(1), old.sum(1)).detach()[:, None] * importance_ratio(now, now.detach())
+    ),
+}
+found, means = {}, {}
+for distance in (0.0, 0.4, 0.8):
+    speaker.logits.data = start + distance * direction
+    now = enumerate_tree(speaker, max_length=5)
+    target = exact_gradient(now, R, [speaker.logits]) / 5
+    for name, kind in kinds.items():
+        ratio = kind(now.logprobs, old_tree.logprobs.detach(), old_tree.mask)
+        updates = row_gradients((ratio * centred).mean(1), [speaker.logits])
+        moments = found[name, distance] = leaf_moments(old_tree, updates, target)
+        means[name, distance] = expectation(old_tree, ratio.detach()).mean().item()
+        print(
+            f"moved by {distance}, {name:10}: bias {moments.bias.norm() / target.norm():6.1%} of ‖∇J‖/T, "
+            f"variance {moments.variance:.4f}, mean ratio {means[name, distance]:.4f}"
+        )
+speaker.logits.data = start
+assert all(found[name, 0.0].bias.abs().max() < 1e-10 for name in kinds)
+assert all(found["product", distance].bias.abs().max() < 1e-10 for distance in (0.4, 0.8))
+assert all(found["product", d].variance > found["per token", d].variance for d in (0.4, 0.8))
+assert abs(means["per token", 0.8] - 1) < 1e-10 and abs(means["product", 0.8] - 1) < 1e-10
+assert means["completion", 0.8] < means["completion", 0.4] < 1 - 1e-3
+
+# %% [markdown]
+# The last column is the second half of the claim. The ratios of tokens have mean 1 under $\pi_{\text{old}}$, and so has the
+# product. The root has not: $x^{1/T}$ is concave, so by Jensen's inequality $\mathbb{E}[s] \le (\mathbb{E}[\textstyle\prod_t
+# r_t])^{1/T} = 1$. **It is not an importance weight**, and away from $\theta_{\text{old}}$ it corrects less than the ratios
+# it is made of, as the bias shows.
+#
+# What does it measure, then? $\log s$ is a mean over $T$ tokens, so it settles down as $T$ grows:
+#
+# $$\log s \;\to\; \mathbb{E}[\log r_t] = -\mathrm{KL}(\pi_{\text{old}} \,\|\, \pi_\theta)\ \text{per token},
+# \qquad \text{with a spread of } \sigma/\sqrt{T},$$
+#
+# where $\sigma$ is the spread of $\log r_t$. For long completions it says how far the *policy* has moved, nearly the
+# same for all of them, and hardly anything about this completion. That is why GSPO's clip ranges are of another order,
+# $3 \cdot 10^{-4}$ and $4 \cdot 10^{-4}$: with $\epsilon = 0.2$ nothing would ever be held.
+#
+# The picture takes $\log r_t$ independent and normal, with mean $-\sigma^2/2$, so that $\mathbb{E}[r_t] = 1$.
+
+
+# %% tags=["export:figures"]
+def held_share(mean: Tensor, spread: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
+    """How many ratios the clip holds if log r is normal (mean, spread) and half the advantages are positive. Section 14."""
+    normal = torch.distributions.Normal(mean, spread)
+    above = 1 - normal.cdf(torch.tensor(math.log(1 + epsilon_high), dtype=mean.dtype))
+    return (above + normal.cdf(torch.tensor(math.log(1 - epsilon), dtype=mean.dtype))) / 2
+
+
+def granularity(sigma: float, epsilon: float) -> Figure:
+    """Against length: the middle 95% of three ratios, and how many the clip holds; sigma: spread of log r per token."""
+    fig, (left, right) = new_figure(1, 2, height=3.2)
+    lengths = 2.0 ** torch.arange(0, 13, 0.5, dtype=torch.float64)
+    kinds = {
+        "product": (-lengths * sigma**2 / 2, sigma * lengths.sqrt(), "error", ":"),
+        "per token": (torch.full_like(lengths, -(sigma**2) / 2), torch.full_like(lengths, sigma), "advantage", "--"),
+        "completion": (torch.full_like(lengths, -(sigma**2) / 2), sigma / lengths.sqrt(), "policy", "-"),
+    }
+    for name, (mean, spread, color, style) in kinds.items():
+        for sign in (-1.96, 1.96):
+            left.plot(lengths, (mean + sign * spread).exp(), style, color=COLORS[color], lw=1.8)
+        held = held_share(mean, spread, epsilon, epsilon)
+        right.plot(lengths, held, style, color=COLORS[color], lw=1.8)
+        right.annotate(
+            name,
+            (lengths[-1], held[-1]),
+            (-4, 4),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=COLORS[color],
+        )
+    for edge in (1 - epsilon, 1 + epsilon):
+        left.axhline(edge, color=COLORS["reference"], lw=0.8)
+    left.set(
+        xscale="log", yscale="log", ylim=(0.3, 3), xlabel="tokens of a completion", title="Middle 95% of the ratio"
+    )
+    left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
+    left.minorticks_off()
+    right.set(xscale="log", ylim=(-0.02, 0.55), xlabel="tokens of a completion", title="Share that the clip holds")
+    return fig
+
+
+# %%
+show(
+    granularity(sigma=0.1, epsilon=0.03),
+    caption="Dotted: the product of the token ratios leaves every clip range as completions grow. Dashed: the ratio of a token "
+    "does not know the length. Solid: the geometric mean closes in on one value, until the clip holds all or nothing.",
+    alt="Left: the band of the product widens with length, that of a token is constant, that of the geometric mean narrows. "
+    "Right: share held by the clip against length, rising to one half for the product, flat per token, falling to zero.",
+)
+
+# %% [markdown]
+# Lower $\epsilon$ below $\sigma^2/2$, where the solid band comes to lie: now the clip holds every long completion with a
+# negative advantage. One number decides for all of them at once, and it has to be chosen anew for every length and every step
+# size. The ratio per token has neither problem. What it has instead is noise where single tokens are far off, as the
+# experts of a mixture make them, and that is the case GSPO was made for.
+
+# %%
+explore(
+    granularity,
+    sigma=widgets.FloatLogSlider(
+        value=0.1, base=10, min=-2, max=-0.3, step=0.1, description="spread σ of log r per token"
+    ),
+    epsilon=widgets.FloatLogSlider(value=0.03, base=10, min=-4, max=-0.6, step=0.1, description="clip range ε"),
+)
