@@ -1,6 +1,8 @@
 """Claims of section 11: the size of the logits, log-probs without them, masks, token weights, the share of generation."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,16 +14,87 @@ from hypothesis import strategies as st
 
 from lmrl.batch import micro_batches
 from lmrl.config import TrainConfig
+from lmrl.logprobs import fused_logprobs, fused_token_loss
 from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
 from lmrl.metrics import rollout_metrics
-from lmrl.policy import build_policy, build_tokenizer, length_mask, pad_left, token_logprobs
+from lmrl.policy import build_policy, build_tokenizer, gather_logprobs, length_mask, pad_left, token_logprobs
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task
 from lmrl.trainer import Trainer, collect, estimate_advantages, grade
+from lmrl.trust_region import entropy
 
 
 def test_claim_11_1_size_of_the_logits():
     assert 256 * 4096 * 128_000 * 2 == pytest.approx(268e9, rel=0.002)
+
+
+MEASURE = """
+import resource, sys, torch
+from lmrl.logprobs import fused_logprobs, fused_token_loss
+from lmrl.policy import gather_logprobs
+
+torch.set_num_threads(1)
+hidden, weight = torch.randn(2048, 64).requires_grad_(), torch.randn(16384, 64).requires_grad_()
+targets = torch.randint(16384, (2048,))
+
+def run(hidden, targets):
+    if sys.argv[1] == "materialised":
+        gather_logprobs(hidden @ weight.T, targets).sum().backward()
+    elif sys.argv[1] == "fused":
+        fused_logprobs(hidden, weight, targets)[0].sum().backward()
+    else:
+        fused_token_loss(hidden, weight, targets, lambda logprobs, entropy, rows: logprobs.sum())[0].backward()
+
+run(hidden[:2], targets[:2])  # libraries and the weight's gradient
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(hidden, targets)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_claim_11_1_peak_memory_of_fused_and_materialised_log_probs():
+    """128 MiB of logits: materialised, they are held at least twice; fused, neither operator holds half of them once."""
+
+    def peak(kind):
+        run = subprocess.run([sys.executable, "-c", MEASURE, kind], capture_output=True, text=True, check=True)
+        return float(run.stdout)
+
+    logits = 2048 * 16384 * 4 / 2**20
+    materialised, fused, loss = map(peak, ("materialised", "fused", "loss"))
+    assert materialised > 1.9 * logits
+    assert fused < 0.5 * logits and loss < 0.5 * logits, (fused, loss)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    v=st.integers(2, 3000),
+    d=st.integers(1, 48),
+    temperature=st.sampled_from([1.0, 0.6]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 99),
+)
+def test_claim_11_2_fused_equals_materialised(n, v, d, temperature, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in ((n, d), (v, d)))
+    targets, slopes = torch.randint(v, (n,), generator=generator), torch.randn(2, n, generator=generator).to(dtype)
+
+    def token_loss(logprobs, entropies, rows):
+        return (slopes[0, rows] * logprobs.exp() + slopes[1, rows] * entropies + logprobs).sum()
+
+    logits = hidden @ weight.T / temperature
+    values = gather_logprobs(logits, targets), entropy(logits)
+    expected = *values, *torch.autograd.grad(token_loss(*values, slice(None)), (hidden, weight))
+    values = fused_logprobs(hidden, weight, targets, temperature=temperature)
+    recomputed = *values, *torch.autograd.grad(token_loss(*values, slice(None)), (hidden, weight))
+    loss, *values = fused_token_loss(hidden, weight, targets, token_loss, temperature=temperature)
+    at_once = *values, *torch.autograd.grad(loss, (hidden, weight))
+    for found in (recomputed, at_once):
+        for a, b in zip(expected, found, strict=True):
+            if dtype == torch.float64:
+                assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+            else:
+                assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

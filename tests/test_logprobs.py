@@ -6,11 +6,14 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import lmrl.logprobs
 from lmrl.logprobs import (
     completion_logprobs,
+    completion_loss,
     require_output_head,
 )
 from lmrl.policy import completion_logits, gather_logprobs, length_mask
@@ -122,3 +125,200 @@ def test_half_precision_is_summed_in_float32(dtype):
     logits = hidden.double() @ weight.double().T
     for value, exact in zip(found, (gather_logprobs(logits, targets), entropy(logits)), strict=True):
         assert value.dtype == torch.float32 and (value - exact).abs().max() < 2e-5
+
+
+def case(n, v, d, *, dtype=torch.float64, seed=0):
+    """Hidden states ``[n, d]``, weight ``[v, d]``, bias ``[v]``, targets ``[n]`` and slopes ``[2, n]``."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        2 * torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((n, d), (v, d), (v,), (2, n))
+    ]
+    leaves = [x.to(dtype).requires_grad_() for x in tensors[:3]]
+    return *leaves, torch.randint(v, (n,), generator=generator), tensors[3].to(dtype)
+
+
+def materialised(hidden, weight, bias, targets, temperature):
+    logits = (hidden @ weight.T + bias) / temperature
+    return gather_logprobs(logits, targets), entropy(logits)
+
+
+def both_operators(hidden, weight, bias, targets, slopes, temperature):
+    """Log-probs, entropies and the three gradients of a loss that is linear in both, by each of the two operators."""
+    settings, leaves = {"bias": bias, "temperature": temperature}, (hidden, weight, bias)
+    a, b = slopes
+    values = lmrl.logprobs.fused_logprobs(hidden, weight, targets, **settings)
+    recomputed = *values, *torch.autograd.grad((a * values[0] + b * values[1]).sum(), leaves)
+
+    def token_loss(logprobs, entropies, rows):
+        return (a[rows] * logprobs + b[rows] * entropies).sum()
+
+    loss, *values = lmrl.logprobs.fused_token_loss(hidden, weight, targets, token_loss, **settings)
+    return recomputed, (*values, *torch.autograd.grad(loss, leaves))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 9),
+    v=st.integers(1, 40),
+    d=st.integers(1, 9),
+    tile=st.tuples(st.integers(1, 10), st.integers(1, 50)),
+    temperature=st.sampled_from([1.0, 0.6]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_in_any_tiles(n, v, d, tile, temperature, seed):
+    *inputs, slopes = case(n, v, d, seed=seed)
+    values = materialised(*inputs, temperature)
+    expected = *values, *torch.autograd.grad((slopes[0] * values[0] + slopes[1] * values[1]).sum(), inputs[:3])
+    with pytest.MonkeyPatch.context() as patch:
+        for shape in ("tile_shape", "loss_tile_shape"):
+            patch.setattr(lmrl.logprobs, shape, lambda vocabulary: tile)
+        results = both_operators(*inputs, slopes, temperature)
+    for found in results:
+        for a, b in zip(expected, found, strict=True):
+            assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_gradcheck(softcap, monkeypatch):
+    monkeypatch.setattr(lmrl.logprobs, "tile_shape", lambda vocabulary: (2, 4))
+    hidden, weight, bias, targets, _ = case(3, 7, 4)
+
+    def operator(hidden, weight, bias):
+        return lmrl.logprobs.fused_logprobs(
+            hidden, weight, targets, bias=bias, temperature=0.6, softcap=softcap, scale=0.5
+        )
+
+    assert torch.autograd.gradcheck(operator, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_at_least_as_good_as_materialised(dtype):
+    *inputs, slopes = case(40, 300, 64, dtype=dtype)
+    with torch.no_grad():
+        inputs[1].mul_(0.2)
+    exact = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    values = materialised(*exact, inputs[3], 1.0)
+    expected = *values, *torch.autograd.grad((slopes[0] * values[0] + slopes[1] * values[1]).sum(), exact)
+    logits = (inputs[0] @ inputs[1].T + inputs[2]).float()
+    values = gather_logprobs(logits, inputs[3]), entropy(logits)
+    usual = *values, *torch.autograd.grad((slopes[0] * values[0] + slopes[1] * values[1]).sum(), inputs[:3])
+    for found in both_operators(*inputs, slopes, 1.0):
+        assert [x.dtype for x in found] == 2 * [torch.float32] + 3 * [dtype]
+        for a, b, c in zip(expected, found, usual, strict=True):
+            assert (b - a).norm() <= (c - a).norm()
+
+
+def test_autocast_does_not_reach_the_head():
+    hidden, weight, _, targets, _ = case(6, 30, 8, dtype=torch.float32)
+    plain = lmrl.logprobs.fused_logprobs(hidden, weight, targets)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(lmrl.logprobs.fused_logprobs(hidden, weight, targets)[0], plain)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 and later")
+def test_against_torchs_own_linear_cross_entropy():
+    hidden, weight, bias, targets, slopes = case(50, 130, 16)
+    expected = -torch.nn.functional.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, reduction="none")
+    slopes[1] = 0
+    expected = expected, *torch.autograd.grad((slopes[0] * expected).sum(), (hidden, weight, bias))
+    for found in both_operators(hidden, weight, bias, targets, slopes, 1.0):
+        for a, b in zip(expected, (found[0], *found[2:]), strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_costs_no_product(frozen, monkeypatch):
+    """A product of the backward pass is an `add_product`: only the wanted one is made."""
+    shapes = []
+    original = lmrl.logprobs.add_product
+
+    def spy(total, a, b):
+        shapes.append(tuple(total.shape))
+        original(total, a, b)
+
+    monkeypatch.setattr(lmrl.logprobs, "add_product", spy)
+    hidden, weight, _, targets, _ = case(3, 7, 4)
+    ({"hidden": hidden, "weight": weight}[frozen]).requires_grad_(False)
+    trained = weight if frozen == "hidden" else hidden
+    for loss in (
+        lambda: lmrl.logprobs.fused_logprobs(hidden, weight, targets)[0].sum(),
+        lambda: lmrl.logprobs.fused_token_loss(hidden, weight, targets, lambda logprobs, *_: logprobs.sum())[0],
+    ):
+        trained.grad = None
+        loss().backward()
+        assert trained.grad.abs().max() > 0 and {"hidden": hidden, "weight": weight}[frozen].grad is None
+        assert shapes == [tuple(trained.shape)]
+        shapes.clear()
+    with torch.no_grad():
+        lmrl.logprobs.fused_token_loss(hidden, weight, targets, lambda logprobs, *_: logprobs.sum())
+    assert shapes == []
+
+
+@pytest.mark.parametrize("mask_row", [[True, True, False], [True, False, False], [False, False, False]])
+def test_nan_off_the_mask_does_not_leak(mask_row):
+    """Hidden states that are NaN where the mask is False change neither values nor gradients."""
+    hidden, weight, bias, _, _ = case(6, 11, 4)
+    mask, ids = torch.tensor([mask_row, [False, True, False]]), torch.arange(6).view(2, 3)
+    results = []
+    for filler in (0.0, float("nan")):
+        states = torch.where(mask[..., None], hidden.detach().view(2, 3, 4), filler).requires_grad_()
+        logprobs, _ = lmrl.logprobs.fused_logprobs(states[mask], weight, ids[mask], bias=bias)
+        logprobs = lmrl.logprobs.unflatten(logprobs, mask)
+        results.append((logprobs, *torch.autograd.grad(logprobs.sum(), (states, weight, bias))))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 tied", "gemma2", "cohere"])
+def test_completion_loss_has_the_value_and_gradients_of_the_materialised_loss(name, temperature, batch):
+    model, mask = build(name), batch[-1]
+    slopes = torch.linspace(-1, 1, int(mask.sum()), dtype=torch.float64)
+
+    def token_loss(logprobs, entropies, rows):
+        return (slopes[rows] * logprobs.exp() + entropies).sum()
+
+    logits = completion_logits(model, *batch[:3], temperature)
+    values = gather_logprobs(logits, batch[2])[mask], entropy(logits)[mask]
+    expected = token_loss(*values, slice(None))
+    loss, *found = completion_loss(model, *batch, token_loss, temperature)
+    assert torch.allclose(loss, expected, rtol=0, atol=1e-10)
+    for a, b in zip(values, found, strict=True):
+        assert torch.allclose(a, b[mask], rtol=0, atol=1e-10) and not b.requires_grad and (b[~mask] == 0).all()
+    parameters = list(model.parameters())
+    for a, b in zip(*(torch.autograd.grad(x, parameters) for x in (expected, loss)), strict=True):
+        assert (a - b).norm() <= 1e-10 * max(a.norm(), 1e-6)
+
+
+def test_a_batch_without_a_token(batch):
+    model, none = build("qwen3"), torch.zeros(3, 5, dtype=torch.bool)
+    logprobs, entropies = completion_logprobs(model, *batch[:3], none)
+    loss, *_ = completion_loss(model, *batch[:3], none, lambda logprobs, entropies, rows: logprobs.sum())
+    assert not logprobs.any() and not entropies.any() and loss == 0
+    (logprobs.sum() + loss).backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_errors():
+    hidden, weight, _, targets, _ = case(3, 7, 4)
+    for bad in (torch.tensor([0, 1, 7]), torch.tensor([0, -1, 2])):
+        with pytest.raises(ValueError, match="7 tokens"):
+            lmrl.logprobs.fused_logprobs(hidden, weight, bad)
+    with pytest.raises(ValueError, match=r"\(3, 4\), \(7, 4\), \(2,\)"):
+        lmrl.logprobs.fused_logprobs(hidden, weight, targets[:2])
+    loss, *_ = lmrl.logprobs.fused_token_loss(hidden, weight, targets, lambda logprobs, *_: logprobs.sum())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="first backward pass"):
+        loss.backward()
+
+
+def test_a_head_that_output_head_does_not_know_is_refused():
+    model = build("granite")
+    model.config.logits_scaling = 1.0  # the model divides by it, and so would output_head: both are 1 now
+    require_output_head(model)
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: 0.5 * logits)
+    with pytest.raises(ValueError, match="GraniteForCausalLM.*transform"):
+        require_output_head(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="Sequential, not a linear layer"):
+        lmrl.logprobs.output_head(model)
