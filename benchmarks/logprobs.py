@@ -1,11 +1,11 @@
 """Log-probs without the logits: time relative to materialised logits and to the matrix products, and memory.
 
-python benchmarks/logprobs.py              # 3 interleaved rounds, one thread; medians
-python benchmarks/logprobs.py --rounds 5
+python benchmarks/logprobs.py              # 2 interleaved rounds, one thread: under six minutes
+python benchmarks/logprobs.py --rounds 5   # medians of 5
 
 Each row computes the value and the gradients (hidden states, weight) of a clipped PPO loss in float32. mm3 is the three
 matrix products that materialised logits need, mm4 has one recomputation more; "floor" is the time relative to the one
-that applies. Memory is the growth of the peak resident size of a process that does nothing else, the weight's gradient
+that applies. With one thread, seconds are those of the CPU, so that neighbours disturb less. Memory is the growth of the peak resident size of a process that does nothing else, the weight's gradient
 included. TRL and Liger take part where they are installed.
 """
 
@@ -95,7 +95,7 @@ def trl_chunked(hidden, weight, targets, token_loss):
 
 
 def liger_grpo(hidden, weight, targets, token_loss):
-    """Its own clipped loss, on rows of 64 tokens and zero advantages' worth of our noise: for time and memory only."""
+    """Its own clipped loss, on rows of 64 tokens."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     shape = len(targets) // 64, 64
@@ -127,9 +127,10 @@ def available():
 
 def seconds(row, arguments):
     arguments[0].grad = arguments[1].grad = None
-    start = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     ROWS[row][0](*arguments)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def peak_mib(shape, row):
@@ -139,7 +140,6 @@ def peak_mib(shape, row):
 
 
 def measure(shape, row):
-    torch.set_num_threads(1)
     arguments = problem(shape)
     small = torch.randn(64, 64)
     (small @ small).log_softmax(-1)
@@ -150,7 +150,7 @@ def measure(shape, row):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

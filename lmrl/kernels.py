@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "spec",
     "triton",
     "tl",
     "constexpr",
@@ -24,8 +23,7 @@ __all__ = [
     "launch_gradient",
 ]
 
-spec = importlib.util.find_spec("triton")
-triton = importlib.import_module("triton") if spec and spec.origin else None  # not a folder of that name
+triton = importlib.import_module("triton") if importlib.util.find_spec("triton") else None
 tl = importlib.import_module("triton.language") if triton else None
 constexpr = tl.constexpr if triton else None
 BLOCK = 1024

@@ -178,7 +178,7 @@ def tile_gradient(
 
 def tile_shape(vocabulary: int) -> tuple[int, int]:
     """Tokens and vocabulary entries of one tile (section 11)."""
-    return 2048, min(vocabulary, 4096)
+    return 1024, min(vocabulary, 2048)
 
 
 def pieces(total: int, size: int) -> list[slice]:
@@ -327,7 +327,7 @@ class FusedTokenLoss(torch.autograd.Function):
 
 def loss_tile_shape(vocabulary: int) -> tuple[int, int]:
     """Tokens of one block of `fused_token_loss`, more if the vocabulary is small, and entries of one tile (section 11)."""
-    return max(256 if vocabulary <= 65536 else 128, 2**20 // vocabulary), min(vocabulary, 4096)
+    return max(160, 2**24 // vocabulary), min(vocabulary, 2048)
 
 
 def fused_token_loss(

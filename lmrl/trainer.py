@@ -26,7 +26,9 @@ from lmrl.config import TrainConfig, check_config
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, json_line, rollout_metrics, summarise
-from lmrl.models import disable_dropout
+from lmrl.models import (
+    disable_dropout,
+)
 from lmrl.policy import completion_texts, save_model
 from lmrl.ppo import clipped, importance_ratio
 from lmrl.rewards import RewardFunction, score_completions

@@ -28,15 +28,15 @@ PAINT = {
 
 
 def memory_bars(planned: Plan):
-    """A bar per model and one for the batch of what it holds at the planned moment of the peak, and their sum, in GiB."""
-    moment = max(MOMENTS, key=planned.during)
+    """A bar in GiB per model, and one for the batch, of what each holds while learning; their sum; and the peak in words."""
+    highest, paper = max(MOMENTS, key=planned.during), {"facecolor": "white", "edgecolor": "none", "pad": 1}
     owners = ("policy", "reference", "reward model", "critic", "engine", "batch")
     figure, axes = new_figure(height=3.6)
     total = 0.0
     for row, owner in enumerate(owners):
         color, left = PAINT.get(owner, COLORS["reference"]), 0.0
         for part in planned.residents:
-            if part.owner != owner or part.when not in ("always", moment):
+            if part.owner != owner or part.when not in ("always", "learning"):
                 continue
             width, alpha = part.bytes / 2**30, SHADES.get(part.what, 0.5)
             axes.barh(row, width, left=left, height=0.7, color=color, alpha=alpha)
@@ -45,14 +45,15 @@ def memory_bars(planned: Plan):
                 place = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if alpha > 0.6 else "black"}
                 axes.text(left + width / 2, row, part.what, **place)
             left, total = left + width, total + width
-        axes.text(left, row, f" {left:.1f} GiB" if left else " not there", va="center")
-    axes.text(total, len(owners), f" {total:.1f} GiB while {moment}", va="center")
+        axes.text(1.01 * left, row, f"{left:.1f} GiB" if left else " not there", va="center", bbox=paper)
+    note = f"{total:.1f} GiB" + (f", {planned.peak / 2**30:.1f} {highest}" if highest != "learning" else "")
+    axes.text(1.01 * total, len(owners), note, va="center", bbox=paper)
     for size in GPU_SIZES:
-        if size < 1.4 * total:
+        if size < 1.5 * total:
             axes.axvline(size, color="black", linewidth=0.8, linestyle="--", zorder=0)
             axes.text(size, -0.7, f"{size} GB", ha="center", fontsize=8, backgroundcolor="white")
-    axes.set_yticks(range(len(owners) + 1), [*owners, "peak"])
-    axes.set(xlim=(0, 1.4 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
+    axes.set_yticks(range(len(owners) + 1), [*owners, "all"])
+    axes.set(xlim=(0, 1.5 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
     figure.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
     figure.subplots_adjust(left=0.14, right=0.98, bottom=0.14, top=0.98)
     return figure
