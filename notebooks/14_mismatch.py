@@ -1780,7 +1780,9 @@ def parameter_checksums(engine_model) -> dict[str, int]:
 # ### A run of it
 #
 # The cells below use vLLM where it is installed; elsewhere the PyTorch sampler stands in, and nothing is stale, because
-# there is no copy. The policy's generation config gets what real checkpoints ship.
+# there is no copy. (With a policy this small the engine is the slower of the two: its bookkeeping per request costs more
+# than the model. What counts here is that it is the same engine that serves large ones.) The policy's generation config
+# gets what real checkpoints ship.
 
 # %%
 folder = warm_start_folder(seed=0)
