@@ -877,6 +877,8 @@ def recipe_map(rows, rates: Tensor, weights: dict[str, Tensor], p: float) -> Fig
         right.annotate(name, (rates[at], values[at]), (2, up), textcoords="offset points", fontsize=8)
     right.axvline(p, color=COLORS["reference"], lw=0.8)
     right.set(xlabel="pass rate of a prompt", ylabel="weight of its gradient", yscale="log", ylim=(0.3, 30))
+    right.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    right.minorticks_off()
     right.set_title("Divided by the std of")
     return fig
 
@@ -1259,10 +1261,11 @@ show(
 # ## A real engine
 #
 # **The question.** Section 1's decode loop samples from the very model that is trained. Nothing can come between the
-# two, and it is slow: it keeps a rectangle of rows in step and pays for every row until the longest is done. An
-# **inference engine** is a program built for sampling only. It keeps keys and values in small blocks instead of one
-# rectangle, lets new requests join whenever a row ends, shares the blocks of prompts that begin alike, and brings its
-# own kernels. We use vLLM. What has to be true before a trainer may believe what such a program returns?
+# two, but it is made to be read: the rows of a call start together, the place of a row that has ended stays empty until
+# the last one is done, and keys and values lie in one rectangle as wide as the longest. An **inference engine** is a
+# program built for sampling only. It keeps keys and values in small blocks, lets a new request join whenever a row ends,
+# shares the blocks of prompts that begin alike, and brings its own kernels. We use vLLM. What has to be true before a
+# trainer may believe what such a program returns?
 #
 # The engine holds a *copy* of the policy and has a mind of its own. Four things follow, and each has gone wrong in
 # published trainers without an error message:
@@ -1977,8 +1980,10 @@ def granularity(sigma: float, epsilon: float) -> Figure:
         xscale="log", yscale="log", ylim=(0.3, 3), xlabel="tokens of a completion", title="Middle 95% of the ratio"
     )
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
-    left.minorticks_off()
     right.set(xscale="log", ylim=(-0.02, 0.55), xlabel="tokens of a completion", title="Share that the clip holds")
+    for ax in (left, right):
+        ax.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+        ax.minorticks_off()
     return fig
 
 
