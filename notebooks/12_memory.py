@@ -863,15 +863,15 @@ PAINT = {
 
 
 def memory_bars(planned: Plan):
-    """A bar per model and one for the batch of what it holds at the planned moment of the peak, and their sum, in GiB."""
-    moment = max(MOMENTS, key=planned.during)
+    """A bar in GiB per model, and one for the batch, of what each holds while learning; their sum; and the peak in words."""
+    highest, paper = max(MOMENTS, key=planned.during), {"facecolor": "white", "edgecolor": "none", "pad": 1}
     owners = ("policy", "reference", "reward model", "critic", "engine", "batch")
     figure, axes = new_figure(height=3.6)
     total = 0.0
     for row, owner in enumerate(owners):
         color, left = PAINT.get(owner, COLORS["reference"]), 0.0
         for part in planned.residents:
-            if part.owner != owner or part.when not in ("always", moment):
+            if part.owner != owner or part.when not in ("always", "learning"):
                 continue
             width, alpha = part.bytes / 2**30, SHADES.get(part.what, 0.5)
             axes.barh(row, width, left=left, height=0.7, color=color, alpha=alpha)
@@ -880,16 +880,19 @@ def memory_bars(planned: Plan):
                 place = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if alpha > 0.6 else "black"}
                 axes.text(left + width / 2, row, part.what, **place)
             left, total = left + width, total + width
-        axes.text(left, row, f" {left:.1f} GiB" if left else " not there", va="center")
-    axes.text(total, len(owners), f" {total:.1f} GiB while {moment}", va="center")
+        axes.text(
+            left + planned.peak / 2**36, row, f"{left:.1f} GiB" if left else " not there", va="center", bbox=paper
+        )
+    note = f"{total:.1f} GiB" + (f", {planned.peak / 2**30:.1f} {highest}" if highest != "learning" else "")
+    axes.text(total + planned.peak / 2**36, len(owners), note, va="center", bbox=paper)
     for size in GPU_SIZES:
-        if size < 1.4 * total:
+        if size < 1.5 * total:
             axes.axvline(size, color="black", linewidth=0.8, linestyle="--", zorder=0)
             axes.text(size, -0.7, f"{size} GB", ha="center", fontsize=8, backgroundcolor="white")
-    axes.set_yticks(range(len(owners) + 1), [*owners, "peak"])
-    axes.set(xlim=(0, 1.4 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
+    axes.set_yticks(range(len(owners) + 1), [*owners, "all"])
+    axes.set(xlim=(0, 1.5 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
     figure.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
-    figure.subplots_adjust(left=0.14, right=0.98, bottom=0.14, top=0.98)
+    figure.subplots_adjust(left=0.16, right=0.98, bottom=0.14, top=0.98)
     return figure
 
 
@@ -898,10 +901,10 @@ classic = replace(setup, critic=True, reference=True, reward_model=shapes["1.7B"
 classic = replace(classic, gradient_checkpointing=True)
 show(
     memory_bars(plan(shapes["1.7B"], classic)),
-    caption="The peak of a PPO step with everything, for a policy of 1.7 billion parameters and 16 completions of up to 1024 "
-    "tokens, with gradient checkpointing. The two models that learn are most of it.",
+    caption="A PPO step with everything while it learns, for a policy of 1.7 billion parameters and 16 completions of up to 1024 "
+    "tokens, with gradient checkpointing. The two models that learn are most of it, and the optimiser is half of each.",
     alt="Horizontal bars in GiB. Policy and critic 26 each, in four parts of which the optimiser is half; reference, reward "
-    "model and engine 3 each; the batch less than a model that learns; and their sum, with dashed lines at the sizes of GPUs.",
+    "model and engine 3 each; the batch less than half a model that learns; their sum; dashed lines at the sizes of GPUs.",
 )
 assert plan(shapes["1.7B"], classic).of("policy", "critic") > 4 * plan(shapes["1.7B"], classic).of(
     "reference", "reward model", "engine"

@@ -45,9 +45,11 @@ def memory_bars(planned: Plan):
                 place = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if alpha > 0.6 else "black"}
                 axes.text(left + width / 2, row, part.what, **place)
             left, total = left + width, total + width
-        axes.text(1.01 * left, row, f"{left:.1f} GiB" if left else " not there", va="center", bbox=paper)
+        axes.text(
+            left + planned.peak / 2**36, row, f"{left:.1f} GiB" if left else " not there", va="center", bbox=paper
+        )
     note = f"{total:.1f} GiB" + (f", {planned.peak / 2**30:.1f} {highest}" if highest != "learning" else "")
-    axes.text(1.01 * total, len(owners), note, va="center", bbox=paper)
+    axes.text(total + planned.peak / 2**36, len(owners), note, va="center", bbox=paper)
     for size in GPU_SIZES:
         if size < 1.5 * total:
             axes.axvline(size, color="black", linewidth=0.8, linestyle="--", zorder=0)
@@ -55,5 +57,5 @@ def memory_bars(planned: Plan):
     axes.set_yticks(range(len(owners) + 1), [*owners, "all"])
     axes.set(xlim=(0, 1.5 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
     figure.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
-    figure.subplots_adjust(left=0.14, right=0.98, bottom=0.14, top=0.98)
+    figure.subplots_adjust(left=0.16, right=0.98, bottom=0.14, top=0.98)
     return figure
