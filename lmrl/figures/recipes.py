@@ -36,6 +36,8 @@ def recipe_map(rows, rates: Tensor, weights: dict[str, Tensor], p: float) -> Fig
         right.annotate(name, (rates[at], values[at]), (2, up), textcoords="offset points", fontsize=8)
     right.axvline(p, color=COLORS["reference"], lw=0.8)
     right.set(xlabel="pass rate of a prompt", ylabel="weight of its gradient", yscale="log", ylim=(0.3, 30))
+    right.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    right.minorticks_off()
     right.set_title("Divided by the std of")
     return fig
 
@@ -92,6 +94,8 @@ def granularity(sigma: float, epsilon: float) -> Figure:
         xscale="log", yscale="log", ylim=(0.3, 3), xlabel="tokens of a completion", title="Middle 95% of the ratio"
     )
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
-    left.minorticks_off()
     right.set(xscale="log", ylim=(-0.02, 0.55), xlabel="tokens of a completion", title="Share that the clip holds")
+    for ax in (left, right):
+        ax.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+        ax.minorticks_off()
     return fig
