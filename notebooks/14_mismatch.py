@@ -18,7 +18,8 @@
 # passes. A language model has one reward at the end, starts competent, and hardly leaves the policy that sampled. Which
 # parts of the algorithm still earn their keep?
 #
-# Eight parts, one question each. Every part can be read and run alone, after the first two code cells.
+# Eight parts, one question each. Part 1 has the functions that the others use; apart from that, each can be read and run
+# alone.
 #
 # 1. Which choices make a published algorithm?
 # 2. Is a completion a sequence of decisions, or one? And how often does the clip fire?
