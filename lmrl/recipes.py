@@ -5,7 +5,7 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +16,18 @@ from torch import Tensor
 
 from lmrl.baselines import batch_mean_advantages, group_advantages, leave_one_out_advantages, subtract_baseline
 from lmrl.gae import gae, score_last_token
+from lmrl.logprobs import (
+    Gradients,
+    OutputHead,
+    at_least_float32,
+    fused_token_loss,
+    hidden_states,
+    output_head,
+    pieces,
+    tile_logits,
+    tile_shape,
+    unflatten,
+)
 from lmrl.loss import policy_loss, token_weights
 from lmrl.ppo import clip_bounds, clipped, clipped_surrogate, importance_ratio
 from lmrl.tree import Tree, exact_gradient, exact_values, leaf_probabilities, row_gradients
@@ -54,6 +66,16 @@ __all__ = [
     "step_advantages",
     "recipe_moments",
     "prompt_weight",
+    "penalised_rewards",
+    "penalised_token_rewards",
+    "fold_kl",
+    "kl_tiles",
+    "FusedKL",
+    "fused_kl",
+    "completion_kl",
+    "completion_loss_with_kl",
+    "entropy_slope",
+    "top_entropy",
 ]
 
 
@@ -509,3 +531,173 @@ def prompt_weight(pass_rates: Tensor, size: int, scale_rewards: str, dynamic_sam
         chances[:, [0, size]] = 0
         chances = chances / chances.sum(1, keepdim=True)
     return chances @ (advantages * rewards).mean(1) / (p * (1 - p)).squeeze(1)
+
+
+def penalised_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """rewards - beta * the sum of `kl` over the row: [B], [B, T], bool [B, T] -> [B], without gradient. Section 14.
+
+    For advantages that all tokens of a row share. `kl` is k1 of every token, nats. A reward of NaN stays NaN.
+    """
+    return rewards - beta * torch.where(mask, kl, 0.0).sum(1).detach()
+
+
+def penalised_token_rewards(token_rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """token_rewards - beta * kl on the mask, three [B, T] -> [B, T], without gradient, for `gae`. Section 14.
+
+    With gamma 1 each token then pays for the KL from itself on. Ziegler et al., 2019.
+    """
+    return token_rewards - beta * torch.where(mask, kl, 0.0).detach()
+
+
+def fold_kl(logits: Tensor, ref_logits: Tensor, sums: Tensor) -> None:
+    """Add a tile of both policies, two [n, v], to `sums` [5, n] in place: m, s, u, and the reference's m, s. Section 14.
+
+    m is the largest logit so far, s = Σ exp(z - m), u = Σ exp(z - m) (z - z').
+    """
+    m, s, u, ref_m, ref_s = sums
+    higher = torch.maximum(m, logits.amax(1))
+    shrink, terms = (m - higher).exp_(), (logits - higher[:, None]).exp_()
+    s.mul_(shrink).add_(terms.sum(1))
+    u.mul_(shrink).add_(terms.mul_(logits - ref_logits).sum(1))
+    m.copy_(higher)
+    higher = torch.maximum(ref_m, ref_logits.amax(1))
+    ref_s.mul_((ref_m - higher).exp_()).add_((ref_logits - higher[:, None]).exp_().sum(1))
+    ref_m.copy_(higher)
+
+
+def kl_tiles(
+    hidden: Tensor, head: OutputHead, ref_hidden: Tensor, ref_head: OutputHead, temperature: float
+) -> Iterator:
+    """Rows, columns and both models' tempered logits [n, v] of one tile after the other. Section 14."""
+    tokens, width = tile_shape(len(head.weight))
+    for columns in pieces(len(head.weight), width):
+        tile, ref_tile = head.tile(columns), ref_head.tile(columns)
+        for rows in pieces(len(hidden), tokens):
+            logits = tile_logits(hidden[rows], tile, temperature)
+            yield rows, columns, logits, tile_logits(ref_hidden[rows], ref_tile, temperature)
+
+
+class FusedKL(torch.autograd.Function):
+    """`fused_kl` for autograd: a tile's logits are computed in the forward pass and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, softcap, scale, ref_hidden, ref_head, temperature):
+        head = OutputHead(weight, bias, scale, softcap)
+        sums = torch.zeros(5, len(hidden), dtype=at_least_float32(hidden.dtype), device=hidden.device)
+        sums[[0, 3]] = -math.inf
+        for rows, _, logits, ref_logits in kl_tiles(hidden, head, ref_hidden, ref_head, temperature):
+            fold_kl(logits, ref_logits, sums[:, rows])
+        m, s, u, ref_m, ref_s = sums
+        shift = m + s.log() - (ref_m + ref_s.log())
+        ctx.save_for_backward(hidden, weight, bias, ref_hidden, m + s.log(), shift, u / s - shift)
+        ctx.rest = softcap, scale, ref_head, temperature
+        return u / s - shift
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_kl):
+        hidden, weight, bias, ref_hidden, logsumexp, shift, kl = ctx.saved_tensors
+        softcap, scale, ref_head, temperature = ctx.rest
+        head = OutputHead(weight, bias, scale, softcap)
+        gradients = Gradients(hidden, head, ctx.needs_input_grad[:3])
+        for rows, columns, logits, ref_logits in kl_tiles(hidden, head, ref_hidden, ref_head, temperature):
+            probs = (logits - logsumexp[rows, None]).exp_().mul_(d_kl[rows, None] * (scale / temperature))
+            gradient = probs.mul_(logits - ref_logits - (shift + kl)[rows, None])
+            if softcap is not None:
+                gradient.mul_(1 - (logits * (temperature / softcap)).square_())
+            gradients.add(gradient, rows, columns)
+        return *gradients.finished(), None, None, None, None, None
+
+
+def fused_kl(
+    hidden: Tensor, head: OutputHead, ref_hidden: Tensor, ref_head: OutputHead, temperature: float = 1.0
+) -> Tensor:
+    """KL(policy ‖ reference) over the whole vocabulary for every token, nats [N], without the logits. Section 14.
+
+    hidden [N, D] and ref_hidden [N, D'] as `hidden_states` gives them; the heads share one vocabulary, ValueError if not.
+    At least float32. Differentiable, once, in `hidden` and the weight and bias of `head`; the reference gets no gradient.
+    """
+    if len(head.weight) != len(ref_head.weight) or len(hidden) != len(ref_hidden):
+        raise ValueError(
+            f"the policy has {len(hidden)} tokens over a vocabulary of {len(head.weight)}, the reference "
+            f"{len(ref_hidden)} over {len(ref_head.weight)}; the exact KL needs the same of both"
+        )
+    with torch.autocast(hidden.device.type, enabled=False):
+        return FusedKL.apply(
+            hidden, head.weight, head.bias, head.softcap, head.scale, ref_hidden.detach(), ref_head, temperature
+        )
+
+
+def completion_kl(
+    model,
+    reference,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    """The exact KL(model ‖ reference) of the next token at every completion token, [B, T], 0 off the mask. Section 14.
+
+    Arguments as in `completion_logprobs`. Differentiable in the parameters of `model`.
+    """
+    texts = prompt_ids, prompt_mask, completion_ids
+    with torch.no_grad():
+        ref_hidden = hidden_states(reference, *texts)[mask]
+    hidden = hidden_states(model, *texts)[mask]
+    return unflatten(fused_kl(hidden, output_head(model), ref_hidden, output_head(reference), temperature), mask)
+
+
+def completion_loss_with_kl(
+    model,
+    reference,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    mask: Tensor,
+    token_loss: Callable,
+    kl_weights: Tensor,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`completion_loss` plus the sum of `kl_weights` [B, T] times the exact KL to `reference`. Section 14.
+
+    For kl_estimator "exact" the weights are beta times `token_weights`, and `token_loss` has no penalty of its own. Returns
+    the loss, and log-probs, entropies and KLs, each [B, T] and detached.
+    """
+    texts, head = (prompt_ids, prompt_mask, completion_ids), output_head(model)
+    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
+    with torch.no_grad():
+        ref_hidden = hidden_states(reference, *texts)[mask]
+    hidden = hidden_states(model, *texts)[mask]
+    loss, *flat = fused_token_loss(hidden, head.weight, completion_ids[mask], token_loss, **settings)
+    kl = fused_kl(hidden, head, ref_hidden, output_head(reference), temperature)
+    return loss + (kl_weights[mask] * kl).sum(), *(unflatten(x, mask) for x in (*flat, kl.detach()))
+
+
+def entropy_slope(log_policy: Tensor, advantages: Tensor, natural: bool = False) -> Tensor:
+    """First-order change of the entropy per unit of step size, nats: two [.., V] -> [..]. Section 14.
+
+    Of a softmax policy that takes a step of exact gradient ascent in the logits of a state, -Cov(log π, π A), or a natural
+    one, -Cov(log π, A), with a ~ π. Cui et al., 2025.
+    """
+    probs = log_policy.exp()
+    step = advantages if natural else probs * advantages
+    surprise = torch.where(probs > 0, log_policy, 0.0)
+    centred = surprise - (probs * surprise).sum(-1, keepdim=True)
+    return -(probs * centred * step).sum(-1)
+
+
+def top_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
+    """The tokens of the step with the highest entropies: [B, T], bool [B, T] -> bool [B, T], a part of `mask`. Section 14.
+
+    At least ceil(quantile * number of tokens) of them; those that tie with the last one are kept too. Multiply the advantages
+    by it, not the weights: the others stay in the denominator, and a KL penalty still holds them. Raises ValueError unless 0
+    < quantile <= 1. Wang et al., 2025 (Beyond the 80/20 rule).
+    """
+    if not 0 < quantile <= 1:
+        raise ValueError(f"quantile is {quantile}; it is the share of tokens to keep, so take (0, 1]")
+    values = entropies[mask]
+    if len(values) == 0:
+        return torch.zeros_like(mask)
+    left_out = len(values) - math.ceil(quantile * len(values) - 1e-9)
+    return mask & (entropies >= values.kthvalue(left_out + 1).values)

@@ -11,8 +11,23 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lmrl.figures.style import COLORS, new_figure
+from lmrl.recipes import entropy_slope, prompt_weight, soft_overlong_punishment
+from lmrl.trust_region import entropy, kl_exact, kl_k1, kl_k2, kl_k3
 
-__all__ = ["recipe_map", "noise_of_baselines", "held_share", "granularity"]
+__all__ = [
+    "recipe_map",
+    "noise_of_baselines",
+    "PENALTIES",
+    "kl_paths",
+    "spread_labels",
+    "kl_placements",
+    "stop_push",
+    "length_drift",
+    "entropy_paths",
+    "entropy_for_reward",
+    "held_share",
+    "granularity",
+]
 
 
 def recipe_map(rows, rates: Tensor, weights: dict[str, Tensor], p: float) -> Figure:
@@ -55,6 +70,173 @@ def noise_of_baselines(exact: dict[str, float], study: dict[str, tuple[float, fl
         ax.invert_yaxis()
         ax.set(title=title, xlabel="variance of an update, relative")
     axes[0].set_xlim(0, max(2.0, *(high for _, _, high in study.values())) + 0.1)
+    return fig
+
+
+PENALTIES = {  # a term whose gradient is that of the penalty, from the log-probs of all tokens under policy and reference
+    "k1, loss": lambda p, q: (p.exp().detach() * kl_k1(p, q)).sum(),
+    "k3, loss": lambda p, q: (p.exp().detach() * kl_k3(p, q)).sum(),
+    "k2, loss": lambda p, q: (p.exp().detach() * kl_k2(p, q)).sum(),
+    "k1, reward": lambda p, q: (p.exp().detach() * kl_k1(p, q).detach() * p).sum(),
+    "k1 swapped, reward": lambda p, q: (p.exp().detach() * kl_k1(q, p).detach() * p).sum(),
+}
+
+
+def kl_paths(beta: float, steps: int = 120) -> Tensor:
+    """KL to the reference while one token is trained by exact gradients under each of `PENALTIES`: [steps, 5]."""
+    rewards = torch.tensor([0.0, 1.0, 0.3, 0.0, 0.2], dtype=torch.float64)
+    ref = torch.tensor([1.0, 0.0, 0.5, -1.0, 0.0], dtype=torch.float64).log_softmax(-1)
+    logits, path = ref.repeat(len(PENALTIES), 1), []
+    for _ in range(steps):
+        logits = logits.detach().requires_grad_()
+        logprobs = logits.log_softmax(-1)
+        path.append(kl_exact(logprobs.detach(), ref.expand_as(logits)))
+        paid = sum(penalty(row, ref) for penalty, row in zip(PENALTIES.values(), logprobs))
+        (gradient,) = torch.autograd.grad((logprobs.exp() * rewards).sum() - beta * paid, logits)
+        logits = logits + gradient
+    return torch.stack(path)
+
+
+def spread_labels(heights: list[float], gap: float) -> list[float]:
+    """The heights moved up just so far that any two are `gap` apart."""
+    moved, last = list(heights), -math.inf
+    for i in sorted(range(len(heights)), key=heights.__getitem__):
+        moved[i] = last = max(heights[i], last + gap)
+    return moved
+
+
+def kl_placements(beta: float, table: dict[str, tuple[float, float]]) -> Figure:
+    """Left: `kl_paths`. Right: the bias, a share of ‖∇KL‖, and the variance of the penalties in `table`."""
+    fig, (left, right) = new_figure(1, 2, height=3.2)
+    paths = kl_paths(beta)
+    ends = spread_labels(paths[-1].tolist(), 0.08 * paths.max().item())
+    looks = [
+        ("error", "--", 1.8),
+        ("advantage", "-", 1.8),
+        ("policy", "-", 1.8),
+        ("policy", ":", 4),
+        ("error", "-.", 1.8),
+    ]
+    for name, path, (color, style, width), end in zip(PENALTIES, paths.unbind(1), looks, ends):
+        left.plot(path, style, color=COLORS[color], lw=width)
+        left.annotate(name, (len(path) + 3, end), fontsize=8, va="center", color=COLORS[color])
+    left.set(xlabel="gradient steps", title="KL(π ‖ reference) of a run, nats", xticks=range(0, len(paths) + 1, 40))
+    left.set(xlim=(0, 1.55 * len(paths)), ylim=(-0.05, 1.2 * paths.max().item()))
+    for name, (bias, variance) in table.items():
+        right.plot(100 * bias, variance, "o", color=COLORS["policy"], ms=5)
+        side = {"ha": "left", "xytext": (6, 0)} if bias < 0.9 else {"ha": "right", "xytext": (-6, 0)}
+        right.annotate(name, (100 * bias, variance), textcoords="offset points", fontsize=8, va="center", **side)
+    right.set(xlabel="bias, % of ‖∇KL‖", title="Variance, on the tree", yscale="log", xlim=(-5, 108))
+    right.set_yticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
+    right.minorticks_off()
+    return fig
+
+
+def stop_push(
+    stop: Tensor, cap: int, loss_type: str, advantage: float, masked: bool = False, buffer: int = 0
+) -> Tensor:
+    """The mean push on u, the log-odds of stopping, by answers with one advantage: chances to stop [N] -> [N].
+
+    E[weight * advantage * score] / E[weight], "grpo" with the weight 1 / n and the others with a constant per token; a
+    weight's mean is over tokens. With `masked` only finished answers count; with `buffer` the advantage has
+    `soft_overlong_punishment`, less its mean, added. Section 14.
+    """
+    n = torch.arange(1, cap + 1, dtype=stop.dtype)
+    n, finished = torch.cat([n, n[-1:]]), torch.arange(cap + 1) < cap
+    chances = (1 - stop[:, None]) ** (n - finished.double()) * torch.where(finished, stop[:, None], 1.0)
+    weights = (1 / n if loss_type == "grpo" else torch.ones_like(n)) * (finished | (not masked))
+    if buffer:
+        punishment = soft_overlong_punishment(n, cap, buffer).to(stop.dtype)
+        advantage = advantage + punishment - (chances * punishment).sum(1, keepdim=True)
+    score = finished.double() - n * stop[:, None]
+    mean_weight = (chances * weights * n).sum(1) / (chances * n).sum(1)
+    return (chances * weights * advantage * score).sum(1) / mean_weight
+
+
+def length_drift(cap: int, mean_length: float, pass_rate: float = 0.5, paths: dict | None = None) -> Figure:
+    """Left: the push of wrong answers against their length. Right: lengths along the mean path of GRPO, with `paths`.
+
+    `paths` name -> [steps + 1, 3, seeds], right, wrong, all, are drawn as bands of the middle 90%. Groups of eight.
+    """
+    fig, (left, right) = new_figure(1, 2, height=3.2)
+    lengths = torch.linspace(1.05, cap * 0.97, 120, dtype=torch.float64)
+    kinds = {
+        "sequence mean": ("grpo", False, "error", "-"),
+        "token mean,\ntruncated masked": ("dapo", True, "advantage", "--"),
+        "token mean": ("dapo", False, "policy", "-"),
+    }
+    ends = [-stop_push(1 / lengths[-1:], cap, kind, 1.0, masked).item() for kind, masked, _, _ in kinds.values()]
+    for (name, (kind, masked, color, style)), end in zip(kinds.items(), ends):
+        left.plot(lengths, stop_push(1 / lengths, cap, kind, -1.0, masked), style, color=COLORS[color], lw=2)
+        left.annotate(name, (lengths[-1], end), (4, 0), textcoords="offset points", fontsize=8, va="center")
+    left.set(xlabel="tokens until it would stop, 1 / e", title="Push of wrong answers on stopping", xlim=(0, cap * 1.5))
+    learned = prompt_weight(torch.tensor([pass_rate]), 8, "group") * pass_rate * (1 - pass_rate)
+    odds, signs = torch.full((2,), -math.log(mean_length - 1), dtype=torch.float64), (1.0, -1.0)
+    path = []
+    for _ in range(151):
+        stop = odds.sigmoid()
+        path.append((1 - (1 - stop) ** cap) / stop)
+        push = torch.cat([stop_push(e[None], cap, "grpo", sign) for e, sign in zip(stop, signs)])
+        odds = odds + learned * push / path[-1]
+    path = torch.stack(path)
+    for i, name in enumerate(("right", "wrong")):
+        right.plot(path[:, i], color=COLORS["error"], lw=1.8, linestyle=("--", "-")[i])
+        right.annotate(f"{name}, sequence mean", (153, path[-1, i]), fontsize=8, va="center")
+    right.axhline(path[0, 0], color=COLORS["reference"], lw=0.8)
+    for name, runs in (paths or {}).items():
+        color = COLORS["error" if name == "grpo" else "policy"]
+        for lengths in runs[:, :2].unbind(1):
+            low, high = lengths.double().quantile(torch.tensor([0.05, 0.95], dtype=torch.float64), dim=1)
+            right.fill_between(range(len(runs)), low, high, color=color, alpha=0.25, lw=0)
+        if name != "grpo":
+            right.annotate("both, token mean", (153, runs[-1, 2].mean() + 0.04 * cap), fontsize=8, va="center")
+    right.set(
+        xlabel="steps", title="Mean length, tokens", xlim=(0, 235), xticks=range(0, 151, 50), ylim=(0, cap * 1.08)
+    )
+    return fig
+
+
+def entropy_paths(start: float, rare: float, natural: bool = False, steps: int = 200) -> Figure:
+    """Entropy and reward of one state under exact gradient steps, and the law's slope, from a policy sure of one answer.
+
+    Logits `start` for the first answer, 0 for two others, one of which is right with reward 1; the first has reward `rare`.
+    """
+    rewards = torch.tensor([rare, 1.0, 0.0], dtype=torch.float64)
+    logits, path = torch.tensor([start, 0.0, 0.0], dtype=torch.float64), []
+    rate = 0.1 if natural else 0.5
+    for _ in range(steps):
+        probs = logits.softmax(-1)
+        advantages = rewards - (probs * rewards).sum()
+        slope = entropy_slope(logits.log_softmax(-1), advantages, natural)
+        path.append(torch.stack([entropy(logits), (probs * rewards).sum(), rate * slope]))
+        logits = logits + rate * (advantages if natural else probs * advantages)
+    H, J, slopes = torch.stack(path, 1)
+    fig, (left, right) = new_figure(1, 2, height=3.0)
+    left.plot(H, color=COLORS["policy"], lw=2)
+    left.annotate("entropy (nats)", (steps, H[-1]), (-4, 6), textcoords="offset points", ha="right", fontsize=8)
+    left.plot(J, "--", color=COLORS["reward"], lw=2)
+    left.annotate("expected reward", (steps, J[-1]), (-4, -12), textcoords="offset points", ha="right", fontsize=8)
+    left.set(xlabel="steps", ylim=(-0.05, 1.2), title="What is spent and what it buys")
+    right.plot(H.diff(), color=COLORS["policy"], lw=3.5, alpha=0.4)
+    right.plot(slopes[:-1], ":", color=COLORS["error"], lw=1.8)
+    right.axhline(0, color=COLORS["reference"], lw=0.8)
+    right.set(xlabel="steps", title="Change of entropy: step and law (dotted)")
+    return fig
+
+
+def entropy_for_reward(paths: dict[str, Tensor]) -> Figure:
+    """Entropy against J (left) and against steps (right), means over seeds, of paths [steps, 2, seeds]."""
+    fig, (left, right) = new_figure(1, 2, height=3.2, sharey=True)
+    looks = [("policy", "-"), ("policy", "--"), ("policy", ":"), ("error", "-"), ("reward", "--"), ("reward", "-")]
+    last = -1.0
+    for (name, path), (color, style) in sorted(zip(paths.items(), looks), key=lambda item: item[0][1][-1, 1].mean()):
+        J, H = path.mean(2).unbind(1)
+        left.plot(J, H, style, color=COLORS[color], lw=1.8)
+        right.plot(H, style, color=COLORS[color], lw=1.8)
+        last = max(H[-1].item(), last + 0.13)  # labels keep their distance
+        right.annotate(name, (len(H), last), fontsize=8, va="center", color=COLORS[color])
+    left.set(xlabel="expected reward J", ylabel="entropy (nats)", title="At the same reward")
+    right.set(xlabel="steps", title="At the same step", xlim=(0, 1.6 * len(H)), xticks=range(0, len(H) + 1, 8))
     return fig
 
 
