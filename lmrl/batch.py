@@ -32,7 +32,8 @@ class Rollouts:
     right-padded; mask bool ``[B, T]``, True for tokens that the policy chose (the sampled stop token is one);
     truncated bool ``[B]``, cut at the length cap; sampler_logprobs float ``[B, T]``; group int64 ``[B]``, which rows
     answer the same prompt. From later stages, None until then: rewards float ``[B]`` (NaN where graded is False),
-    graded bool ``[B]``, advantages, old_logprobs and ref_logprobs float ``[B, T]``.
+    graded bool ``[B]``; advantages, old_logprobs and ref_logprobs float ``[B, T]``; with a critic, what it said before each
+    token and what it should have said, values and returns float ``[B, T]``.
 
     Index t of every ``[B, T]`` field is the t-th sampled token. Raises ValueError when shapes disagree.
     """
@@ -49,6 +50,8 @@ class Rollouts:
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __post_init__(self):
         for name, value in self.per_token().items():
@@ -66,6 +69,7 @@ class Rollouts:
     def per_token(self) -> dict[str, Tensor]:
         """The ``[B, T]`` fields that are not None, by name."""
         names = ("completion_ids", "mask", "sampler_logprobs", "advantages", "old_logprobs", "ref_logprobs")
+        names += ("values", "returns")
         return {name: value for name, value in self.known().items() if name in names}
 
     def select(self, rows: Tensor) -> "Rollouts":

@@ -41,6 +41,8 @@ import copy
 import hashlib
 import importlib.util
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -98,7 +100,8 @@ class Rollouts:
     right-padded; mask bool ``[B, T]``, True for tokens that the policy chose (the sampled stop token is one);
     truncated bool ``[B]``, cut at the length cap; sampler_logprobs float ``[B, T]``; group int64 ``[B]``, which rows
     answer the same prompt. From later stages, None until then: rewards float ``[B]`` (NaN where graded is False),
-    graded bool ``[B]``, advantages, old_logprobs and ref_logprobs float ``[B, T]``.
+    graded bool ``[B]``; advantages, old_logprobs and ref_logprobs float ``[B, T]``; with a critic, what it said before each
+    token and what it should have said, values and returns float ``[B, T]``.
 
     Index t of every ``[B, T]`` field is the t-th sampled token. Raises ValueError when shapes disagree.
     """
@@ -115,6 +118,8 @@ class Rollouts:
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __post_init__(self):
         for name, value in self.per_token().items():
@@ -132,6 +137,7 @@ class Rollouts:
     def per_token(self) -> dict[str, Tensor]:
         """The ``[B, T]`` fields that are not None, by name."""
         names = ("completion_ids", "mask", "sampler_logprobs", "advantages", "old_logprobs", "ref_logprobs")
+        names += ("values", "returns")
         return {name: value for name, value in self.known().items() if name in names}
 
     def select(self, rows: Tensor) -> "Rollouts":
@@ -784,8 +790,9 @@ explore(
 # %% [markdown]
 # ## The logits are the memory event
 #
-# Scoring needs one number per token, but the straightforward way to it passes through $V$ numbers per token. For 256
-# answers of 4,096 tokens and a vocabulary of 128,000, in a format of 2 bytes (claim 11.1):
+# Scoring needs two numbers per token, its log-prob and the entropy of the distribution that it was drawn from. The
+# straightforward way to them passes through $V$ numbers per token. For 256 answers of 4,096 tokens and a vocabulary of
+# 128,000, in a format of 2 bytes (claim 11.1):
 
 # %%
 size = 256 * 4096 * 128_000 * 2
@@ -795,10 +802,10 @@ assert round(size / 1e9) == 268
 # %% [markdown]
 # ## Log-probs without the logits
 #
-# In our tiny model $V = 15$ and nothing happens. For a real vocabulary the logits are the largest tensor of the step,
-# and of each of their rows we want two numbers. Let $h\in\mathbb R^D$ be the hidden state at one position, after the
-# last layer of the network, and $W\in\mathbb R^{V\times D}$ the output head. With $z = Wh$ (tempered, where
-# $\tau\ne1$), the target $y$ and $p=\mathrm{softmax}(z)$,
+# In our tiny model $V = 15$ and nothing happens. For a real vocabulary the logits are the largest tensor of the step. Let
+# $h\in\mathbb R^D$ be the hidden state at one position, after the last layer of the network, and
+# $W\in\mathbb R^{V\times D}$ the output head. With $z = Wh$ (tempered, where $\tau\ne1$), the target $y$ and
+# $p=\mathrm{softmax}(z)$,
 #
 # $$\log p_y = z_y - \ell,\qquad \ell = \log\sum_v e^{z_v},\qquad
 # H = -\sum_v p_v\log p_v = \ell - \sum_v p_v z_v .$$
@@ -1066,8 +1073,14 @@ def launch_gradient(
 # the backward pass each tile is computed a second time. That costs four products of size $NDV$ where materialised logits
 # cost three, and no memory beyond a tile and the gradients themselves.
 #
-# Tiles of the vocabulary are the outer loop, blocks of tokens the inner one: so each piece of $W$ is read once, and each
-# piece of its gradient written once. The weight gradient of a frozen head is not computed.
+# Tiles of the vocabulary are the outer loop, blocks of tokens the inner one: so each piece of $W$ is read once, and its
+# gradient stays in the cache until it is complete. How large should a tile be? Large enough that the matrix products run
+# at full speed, small enough that the sums after them find the logits still in the cache. Measured on one core with
+# $D = 1024$, relative to the four products on whole matrices:
+#
+# | tokens × vocabulary | 1024 × 4096 | 512 × 4096 | 1024 × 2048 | 512 × 2048 | 1024 × 1024 | 256 × 1024 |
+# |---|---|---|---|---|---|---|
+# | time | 1.11 | 1.11 | 1.01 | 1.04 | 1.01 | 1.12 |
 
 
 # %% tags=["export:logprobs"]
@@ -1081,6 +1094,13 @@ def pieces(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
+# %% [markdown]
+# The gradient of a tile, $g$ in `[n, v]`, then has two places to go: $gW$ to the hidden states of its $n$ tokens, and
+# $g^\top h$ to the $v$ rows of the head. Both are sums, over the tiles and over the tokens, and are kept in float32: in
+# bfloat16, a small term added to a large sum is lost. What is frozen is not computed.
+
+
+# %% tags=["export:logprobs"]
 class Gradients:
     """The gradients that are wanted to hidden states, weight and bias, summed in at least float32 (section 11)."""
 
@@ -1105,6 +1125,12 @@ class Gradients:
         return [None if x is None else total.to(x.dtype) for x, total in zip(self.inputs, self.sums)]
 
 
+# %% [markdown]
+# The first operator. PyTorch's autograd is told what to keep between the passes (the inputs and two numbers per token)
+# and how to go back.
+
+
+# %% tags=["export:logprobs"]
 class FusedLogprobs(torch.autograd.Function):
     """`fused_logprobs` for autograd: a tile's logits are computed in the forward pass and again in the backward pass."""
 
@@ -1152,6 +1178,12 @@ def check_tokens(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         )
 
 
+# %% [markdown]
+# What the reader calls checks its arguments first, since a target outside of the vocabulary would be in no tile and its
+# log-prob silently wrong. Autocast is switched off inside: it would put the products back into half precision.
+
+
+# %% tags=["export:logprobs"]
 def fused_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -1196,6 +1228,11 @@ def token_slopes(token_loss: Callable, logprobs: Tensor, entropy: Tensor, rows: 
     return loss.detach(), (torch.zeros_like(logprobs) if d_logprobs is None else d_logprobs, d_entropy)
 
 
+# %% [markdown]
+# The second operator's loop has the same parts in another order.
+
+
+# %% tags=["export:logprobs"]
 class FusedTokenLoss(torch.autograd.Function):
     """`fused_token_loss` for autograd: the forward pass computes the gradients, the backward pass returns them."""
 
@@ -1233,6 +1270,14 @@ class FusedTokenLoss(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
+# %% [markdown]
+# Here the blocks of tokens are the outer loop, and all logits of a block are held at once. A large block reads and writes
+# the head's gradient less often: against the three products, blocks of 128 tokens took 1.17 times as long, of 160 or 512
+# tokens 1.12 to 1.14 times. A small block holds less: 160 tokens of a vocabulary of 151,936 are 93 MiB. So 64 MiB of
+# logits, but at least 160 tokens.
+
+
+# %% tags=["export:logprobs"]
 def loss_tile_shape(vocabulary: int) -> tuple[int, int]:
     """Tokens of one block of `fused_token_loss`, more if the vocabulary is small, and entries of one tile (section 11)."""
     return max(160, 2**24 // vocabulary), min(vocabulary, 2048)
@@ -1280,6 +1325,11 @@ def hidden_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids
     return states[:, prompt_ids.shape[1] - 1 : -1]
 
 
+# %% [markdown]
+# This one is for every log-prob of the trainer: the policy's, the old policy's and the reference's.
+
+
+# %% tags=["export:logprobs"]
 def completion_logprobs(
     model,
     prompt_ids: Tensor,
@@ -1299,6 +1349,11 @@ def completion_logprobs(
     return tuple(unflatten(values, mask) for values in flat)
 
 
+# %% [markdown]
+# And this one for the policy's loss, in one pass.
+
+
+# %% tags=["export:logprobs"]
 def completion_loss(
     model,
     prompt_ids: Tensor,
@@ -1324,6 +1379,12 @@ def unflatten(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
+# %% [markdown]
+# A model with a head of another kind would get log-probs that look right and are not. The trainer asks once, before the
+# first step:
+
+
+# %% tags=["export:logprobs"]
 def require_output_head(model) -> None:
     """ValueError unless `output_head` reproduces the logits of ``model``; a forward pass over three tokens (section 11)."""
     ids = torch.arange(3, device=next(model.parameters()).device)[None]
@@ -1339,6 +1400,76 @@ def require_output_head(model) -> None:
 
 
 # %% [markdown]
+# Claim 11.2: fused equals materialised. In float64, for values, entropies and all gradients, with a temperature and
+# a vocabulary that no tile size divides; and for the warm-started policy, over its parameters, in float32.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+N, D, V, tau = 300, 32, 5003, 0.6
+hidden, weight = (torch.randn(n, D, generator=generator, dtype=torch.float64).requires_grad_() for n in (N, V))
+targets, slopes = torch.randint(V, (N,), generator=generator), torch.randn(2, N, generator=generator).double()
+logp = (hidden @ weight.T / tau).log_softmax(-1)
+expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+expected += torch.autograd.grad((slopes[0] * expected[0] + slopes[1] * expected[1]).sum(), (hidden, weight))
+
+found = fused_logprobs(hidden, weight, targets, temperature=tau)
+found += torch.autograd.grad((slopes[0] * found[0] + slopes[1] * found[1]).sum(), (hidden, weight))
+loss, *at_once = fused_token_loss(
+    hidden, weight, targets, lambda lp, h, rows: (slopes[0, rows] * lp + slopes[1, rows] * h).sum(), temperature=tau
+)
+at_once += torch.autograd.grad(loss, (hidden, weight))
+for name, a, b, c in zip(("log-probs", "entropies", "to hidden", "to weight"), expected, found, at_once, strict=True):
+    print(f"{name:10} largest difference {(a - b).abs().max():.0e} recomputed, {(a - c).abs().max():.0e} at once")
+    assert max((a - b).abs().max(), (a - c).abs().max()) < 1e-10
+
+# %%
+batch = rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids
+parameters = list(model.parameters())
+fused, _ = completion_logprobs(model, *batch, rollouts.mask, tau)
+exact = torch.where(rollouts.mask, token_logprobs(model, *batch, tau), 0.0)
+pairs = zip(*(torch.autograd.grad(x.sum(), parameters) for x in (exact, fused)), strict=True)
+assert (fused - exact).abs().max() < 1e-5 and all((a - b).norm() < 1e-5 * a.norm() for a, b in pairs)
+
+# %% [markdown]
+# Claim 11.1, the other half: what the two ways need, measured side by side. Each runs in a process of its own, forward
+# and backward for 2,048 tokens, hidden size 64 and a vocabulary of 16,384, and reports how far its peak memory grew.
+
+# %%
+program = """
+import re, resource, sys, torch
+from pathlib import Path
+from lmrl.logprobs import fused_logprobs, fused_token_loss
+from lmrl.policy import gather_logprobs
+
+hidden, weight = torch.randn(2048, 64).requires_grad_(), torch.randn(16384, 64).requires_grad_()
+targets = torch.randint(16384, (2048,))
+ways = {
+    "materialised": lambda h, t: gather_logprobs(h @ weight.T, t).sum(),
+    "recomputed": lambda h, t: fused_logprobs(h, weight, t)[0].sum(),
+    "at once": lambda h, t: fused_token_loss(h, weight, t, lambda logprobs, entropy, rows: logprobs.sum())[0],
+}
+
+def peak():  # bytes; Linux hands getrusage's figure down from parent to child, so there we ask the kernel for our own
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+ways[sys.argv[1]](hidden[:2], targets[:2]).backward()
+before = peak()
+ways[sys.argv[1]](hidden, targets).backward()
+print(peak() - before)
+"""
+ways = ("materialised", "recomputed", "at once")
+peaks = {way: int(subprocess.check_output([sys.executable, "-c", program, way])) for way in ways}
+print({way: f"{peak / 2**20:.0f} MiB" for way, peak in peaks.items()}, f"logits: {2048 * 16384 * 4 / 2**20:.0f} MiB")
+assert peaks["materialised"] > 1.9 * 2048 * 16384 * 4
+assert max(peaks["recomputed"], peaks["at once"]) < 0.5 * 2048 * 16384 * 4
+
+# %% [markdown]
+# The materialised way holds the logits, their log-softmax and, going back, a gradient of the same size. What the others
+# cost in time is in `benchmarks/logprobs.py`, next to the matrix products that nobody can do without.
+#
 # ## The step, in shapes
 #
 # Everything is in place. This is one whole step of GRPO with a KL penalty, on 16 prompts with 8 completions each, in the
