@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmrl.loss import LOSS_TYPES
+from lmrl.recipes import check_recipe
 
 __all__ = ["TrainConfig", "check_config"]
 
@@ -44,6 +44,12 @@ class TrainConfig:
     """Cap on the tokens of a completion."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in scoring."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens alone; 0 is all. Needs vllm_importance_sampling_correction (section 11)."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens of total probability p alone; 1 is all. Needs the correction too."""
+    min_p: float = 0.0
+    """Sample from tokens of at least min_p times the greatest probability alone; 0 is all. Needs the correction too."""
     use_vllm: bool = False
     """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
     vllm_mode: str = "colocate"
@@ -68,18 +74,51 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
 
+    advantage_estimator: str = "group"
+    """What a reward is compared with: the "group"'s mean, the others of the group ("leave_one_out"), the "batch"'s mean,
+    "none", a critic ("gae", section 8), or fresh endings of every prefix ("monte_carlo", section 7)."""
+    scale_rewards: str = "group"
+    """"group" divides advantages by the group's standard deviation, "batch" by the batch's, "none" does not (section 6)."""
+    importance_sampling_level: str = "token"
+    """One ratio for every "token", or for every "sequence" (section 14)."""
+    clip_type: str = "ppo"
+    """"ppo" clips the ratio (section 10), "cispo" caps a token's weight and keeps its gradient (section 14), or "none"."""
     epsilon: float = 0.2
     """Clip range of the ratio (section 10)."""
     epsilon_high: float | None = None
     """Upper clip range, if different from epsilon."""
+    delta: float | None = None
+    """Bound on the ratio of tokens with negative advantage (section 14)."""
+    loss_type: str = "dapo"
+    """How tokens are weighted: "dapo" or "bnpo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
     beta: float = 0.0
     """Strength of the KL penalty to the starting policy; 0 needs no reference model (section 9)."""
-    loss_type: str = "dapo"
-    """How tokens are weighted: "dapo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
-    scale_rewards: str = "group"
-    """"group" divides advantages by the group's standard deviation, "none" does not (section 6)."""
+    kl_estimator: str = "k3"
+    """"k1", "k2" or "k3" of the sampled token, or "exact" over the vocabulary (sections 9 and 14)."""
+    kl_in: str = "loss"
+    """Where the penalty stands: in the "loss", or in the "reward", with k1 (section 14)."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus in the loss (section 14)."""
+    top_entropy_quantile: float = 1.0
+    """Learn only from this share of the tokens, those of the highest entropy; 1 is all (section 14)."""
     mask_truncated_completions: bool = False
     """Leave completions that hit the cap out of the loss."""
+    overlong_buffer: int = 0
+    """Tokens before the cap over which a punishment for length rises to 1; 0 is none (section 14)."""
+    dynamic_sampling: bool = False
+    """Draw prompts until enough groups have unequal rewards, and learn from those alone (section 13)."""
+    gamma: float = 1.0
+    """Discount per token, of "gae" (section 8)."""
+    lam: float = 0.95
+    """λ of "gae" (section 8)."""
+    critic_learning_rate: float = 1e-3
+    """Peak learning rate of the critic's own AdamW, for "gae"."""
+    vf_coef: float = 0.1
+    """Weight of the critic's loss. Its AdamW undoes any factor, so it only matters where max_grad_norm cuts (section 10)."""
+    cliprange_value: float | None = 0.2
+    """Range around the old value in which a prediction is rewarded for moving (section 10)."""
+    num_value_samples: int = 4
+    """Fresh endings of every prefix, for "monte_carlo" (section 7)."""
 
     num_eval_problems: int = 256
     """Held-out problems for pass@1, before and after."""
@@ -96,43 +135,44 @@ class TrainConfig:
     def completions_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
+    def beta_in(self, place: str) -> float:
+        """The strength of the KL penalty in the "loss" or in the "reward"; 0 if it stands in the other place."""
+        return self.beta if self.kl_in == place else 0.0
+
 
 def check_config(config: TrainConfig) -> None:
     """Raise ValueError, with the value and the remedy, for settings that cannot work."""
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
-    positive += ("num_eval_problems", "num_eval_generations")
+    positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
-    for name in ("seed", "warmup_steps", "weight_decay", "beta"):
+    for name in ("seed", "warmup_steps", "weight_decay", "beta", "entropy_coef"):
         if not getattr(config, name) >= 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be 0 or more")
-    for name in ("temperature", "weight_decay", "beta"):
+    for name in ("temperature", "weight_decay", "beta", "entropy_coef"):
         if math.isinf(getattr(config, name)):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be finite")
     if config.seed >= 2**63:
         raise ValueError(f"seed is {config.seed}; it must be below 2**63")
-    if config.learning_rate > 1:
-        raise ValueError(
-            f"learning_rate is {config.learning_rate}; AdamW moves each weight by about that much per step, so take at most 1"
-        )
+    for name in ("learning_rate", "critic_learning_rate"):
+        if getattr(config, name) > 1:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; AdamW moves each weight by about that much per step, so take at most 1"
+            )
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; take 0 to 1")
+    if config.cliprange_value is not None and not config.cliprange_value > 0:
+        raise ValueError(f"cliprange_value is {config.cliprange_value}; it must be greater than 0, or left out")
     if not 0 <= config.adam_beta2 < 1:
         raise ValueError(f"adam_beta2 is {config.adam_beta2}; take 0 <= adam_beta2 < 1, for example 0.99")
-    if config.num_generations < 2:
-        raise ValueError(
-            f"num_generations is {config.num_generations}; a group baseline compares answers to the same prompt "
-            "and needs at least 2"
-        )
     if config.completions_per_step % config.num_generations:
         raise ValueError(
             f"a step has {config.completions_per_step} completions (per_device_train_batch_size "
             f"{config.per_device_train_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}), "
             f"which num_generations {config.num_generations} does not divide; change one of them"
-        )
-    if not 0 < config.epsilon < 1:
-        raise ValueError(
-            f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1"
         )
     if not 0 < config.vllm_gpu_memory_utilization <= 1:
         raise ValueError(
@@ -144,12 +184,11 @@ def check_config(config: TrainConfig) -> None:
             f"vllm_max_model_length is {config.vllm_max_model_length} and max_completion_length "
             f"{config.max_completion_length}; that leaves no token for a prompt"
         )
-    if config.epsilon_high is not None and not config.epsilon_high > 0:
-        raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
-    choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
-    choices |= {"dtype": ("float32", "bfloat16"), "vllm_mode": ("colocate",)}
+    choices = {"lr_scheduler_type": ("linear", "constant"), "dtype": ("float32", "bfloat16")}
+    choices |= {"vllm_mode": ("colocate",)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(allowed)}")
     if config.name is not None and (config.name in ("", "..") or config.name != Path(config.name).name):
         raise ValueError(f"name is {config.name!r}; give a folder's name without slashes, and its place as output_dir")
+    check_recipe(config)

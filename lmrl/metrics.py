@@ -8,6 +8,9 @@ import json
 import math
 import resource
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from lmrl.batch import Rollouts
 from lmrl.policy import masked_mean
 from lmrl.signal import frac_reward_zero_std
 
-__all__ = ["summarise", "rollout_metrics", "peak_memory", "json_line", "MetricsLog", "optional_import"]
+__all__ = ["summarise", "rollout_metrics", "Stopwatch", "peak_memory", "json_line", "MetricsLog", "optional_import"]
 
 
 def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float]:
@@ -51,6 +54,27 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "truncated": float(rollouts.truncated.float().mean()),
         "ungraded": float((~rollouts.graded).float().mean()),
     }
+
+
+class Stopwatch:
+    """Seconds of a step and of its phases, each of which may come several times (section 16)."""
+
+    def __init__(self):
+        self.started = time.perf_counter()
+        self.seconds = {"generation": 0.0, "reward": 0.0, "update": 0.0}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of a ``with`` block towards the phase ``name``."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        """The seconds so far, in all and by phase, and the share of the generation."""
+        total = time.perf_counter() - self.started
+        phases = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        return {"seconds": total, **phases, "generation_share": self.seconds["generation"] / total}
 
 
 def peak_memory(device: str) -> float:

@@ -10,48 +10,75 @@ import json
 import math
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lmrl.baselines import group_advantages
+from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.config import TrainConfig, check_config
+from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
-from lmrl.metrics import MetricsLog, json_line, rollout_metrics, summarise
+from lmrl.metrics import MetricsLog, Stopwatch, json_line, rollout_metrics, summarise
 from lmrl.models import (
     disable_dropout,
 )
-from lmrl.policy import completion_texts, save_model
-from lmrl.ppo import clipped, importance_ratio
+from lmrl.policy import completion_texts, pad_right, save_model
+from lmrl.ppo import value_clipped, value_loss
+from lmrl.recipes import (
+    RATIOS,
+    batch_std,
+    clip_flags,
+    completion_kl,
+    completion_loss_with_kl,
+    loss_functions,
+    penalised_rewards,
+    penalised_token_rewards,
+    row_advantages,
+    soft_overlong_punishment,
+    top_entropy,
+)
 from lmrl.rewards import RewardFunction, score_completions
 from lmrl.rollout import Sampler, require_fit
+from lmrl.signal import dynamic_sampling
 from lmrl.tasks import Example, Task, encode_prompt
-from lmrl.trust_region import kl_k3
+from lmrl.trust_region import kl_k1, kl_k3
+from lmrl.values import Critic
 
 __all__ = [
     "collect",
     "decode",
     "grade",
-    "estimate_advantages",
+    "length_punishment",
+    "completion_advantages",
+    "token_advantages",
+    "finish",
+    "sampled_values",
     "loss_mask",
     "token_budget",
+    "in_pieces",
     "score",
+    "predict_values",
     "rows_with_gradient",
+    "weighted_loss",
     "token_loss_of",
+    "piece_loss_of",
     "micro_batch_pass",
     "token_metrics",
+    "critic_pass",
     "require_finite",
     "generator_for",
     "shuffled_batches",
     "learning_rate_factor",
+    "needs_old_logprobs",
+    "adamw",
     "Trainer",
     "Evaluation",
     "evaluate",
@@ -89,10 +116,85 @@ def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: Reward
     return replace(rollouts, rewards=rewards.to(device), graded=graded.to(device))
 
 
-def estimate_advantages(rollouts: Rollouts, scale: str) -> Rollouts:
-    """The rollouts with group ``advantages`` ``[B, T]``, the same for all tokens of a row (sections 6 and 16)."""
-    advantages = group_advantages(rollouts.rewards, rollouts.group, scale=scale, graded=rollouts.graded)
+def length_punishment(rollouts: Rollouts, config: TrainConfig) -> Tensor:
+    """What is added to each reward for length, ``[B]`` from -1 to 0; all 0 without an ``overlong_buffer`` (section 14)."""
+    lengths = rollouts.mask.sum(1)
+    if config.overlong_buffer == 0:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    return soft_overlong_punishment(lengths, config.max_completion_length, config.overlong_buffer)
+
+
+def completion_advantages(rollouts: Rollouts, config: TrainConfig) -> Rollouts:
+    """The rollouts with ``advantages`` ``[B, T]`` that all tokens of a row share (sections 6 and 14)."""
+    rewards = rollouts.rewards + length_punishment(rollouts, config)
+    if config.beta_in("reward"):
+        kl = kl_k1(rollouts.old_logprobs, rollouts.ref_logprobs)
+        rewards = penalised_rewards(rewards, kl, rollouts.mask, config.beta)
+    names = config.advantage_estimator, config.scale_rewards
+    advantages = row_advantages(rewards, rollouts.group, *names, graded=rollouts.graded)
     return replace(rollouts, advantages=advantages[:, None].expand(rollouts.mask.shape))
+
+
+def token_advantages(
+    rollouts: Rollouts, config: TrainConfig, values: Tensor, bootstrap: Tensor | None = None
+) -> Rollouts:
+    """The rollouts with ``advantages``, ``values`` and ``returns`` ``[B, T]``, from V before every token (section 8).
+
+    ``bootstrap`` ``[B]`` is a critic's V after the last token of truncated rows, which then get no reward. Without it the
+    values are taken as exact, and λ as 0.
+    """
+    mask, bootstrapped = rollouts.mask, None if bootstrap is None else rollouts.truncated
+    rewards = torch.where(rollouts.graded, rollouts.rewards, 0.0)
+    rewards = score_last_token(rewards, mask, bootstrapped) + score_last_token(
+        length_punishment(rollouts, config), mask
+    )
+    if config.beta_in("reward"):
+        rewards = penalised_token_rewards(
+            rewards, kl_k1(rollouts.old_logprobs, rollouts.ref_logprobs), mask, config.beta
+        )
+    lam = 0.0 if bootstrap is None else config.lam
+    advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=lam, bootstrap=bootstrap)
+    if config.scale_rewards == "batch":
+        advantages = advantages / batch_std(rollouts.rewards, rollouts.graded)
+    return replace(rollouts, advantages=advantages, values=values, returns=returns)
+
+
+def finish(sampler: Sampler, prefixes: list[tuple[int, tuple, tuple]], config: TrainConfig, seed: int) -> Rollouts:
+    """``num_value_samples`` whole completions for each (example, prompt ids, prefix ids); groups are examples."""
+    endings = sampler.generate([[*prompt, *prefix] for _, prompt, prefix in prefixes], config.num_value_samples, seed)
+    device, cut, texts = endings.group.device, [], []
+    for i, ids, mask, truncated in zip(endings.group, endings.completion_ids, endings.mask, endings.truncated):
+        text = [*prefixes[i][2], *ids[mask].tolist()]
+        texts.append(text[: config.max_completion_length])
+        cut.append(bool(truncated) or len(text) > config.max_completion_length)
+    ids, mask = (x.to(device) for x in pad_right(texts, 0))
+    return Rollouts(
+        prompt_ids=endings.prompt_ids,
+        prompt_mask=endings.prompt_mask,
+        completion_ids=ids,
+        mask=mask,
+        truncated=torch.tensor(cut, device=device),
+        sampler_logprobs=torch.zeros(ids.shape, device=device),
+        group=torch.tensor([prefix[0] for prefix in prefixes], device=device)[endings.group],
+    )
+
+
+def sampled_values(
+    rollouts: Rollouts, sampler: Sampler, grade_endings: Callable[[Rollouts], Rollouts], config: TrainConfig, seed: int
+) -> Tensor:
+    """V before every token as the mean reward of fresh endings of the prefix, ``[B, T]``, 0 off the mask (section 7).
+
+    ``grade_endings`` gives rollouts of the same prompts their rewards. Kazemnejad et al., 2024 (VinePPO).
+    """
+    places, table = rollouts.mask.nonzero().tolist(), {}
+    prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask)]
+    completions, groups = rollouts.completion_ids.tolist(), rollouts.group.tolist()
+    states = [(groups[row], prompts[row], tuple(completions[row][:t])) for row, t in places]
+    number = [table.setdefault(state, len(table)) for state in states]
+    endings = grade_endings(finish(sampler, list(table), config, seed))
+    state_of_ending = torch.arange(len(table), device=endings.group.device).repeat_interleave(config.num_value_samples)
+    values = group_mean(endings.rewards, state_of_ending, endings.graded)[:: config.num_value_samples]
+    return torch.zeros(rollouts.mask.shape, device=values.device).masked_scatter(rollouts.mask, values[number])
 
 
 def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
@@ -107,78 +209,149 @@ def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
 
 
 @torch.no_grad()
-def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
-    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16).
+def in_pieces(compute: Callable[[Rollouts], tuple], rollouts: Rollouts, max_tokens: int) -> list[Tensor]:
+    """What ``compute`` says of each token, ``[b, t]`` tensors for a piece, as tensors ``[B, T]`` (section 16).
 
-    They are float32 for a model of any lower precision, and 0 off the mask.
+    The pieces have ``max_tokens`` padded tokens. Where no piece has a token, the results are 0.
     """
     positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
     places, values = [], []
     for piece, at in micro_batches(rollouts, positions, max_tokens):
-        texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
-        logprobs, _ = completion_logprobs(model, *texts, temperature)
         places.append(at.flatten())
-        values.append(logprobs.flatten())
-    values = torch.cat(values)
-    return values.new_zeros(rollouts.mask.shape).put_(torch.cat(places), values)
+        values.append([value.flatten() for value in compute(piece)])
+    columns = [torch.cat(column) for column in zip(*values, strict=True)]
+    return [column.new_zeros(rollouts.mask.shape).put_(torch.cat(places), column) for column in columns]
 
 
-def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tensor:
-    """Bool ``[B]``: rows in which some token has both a weight and an advantage or a KL penalty (section 16)."""
-    return ((weights != 0) & ((rollouts.advantages != 0) | (beta != 0.0))).any(1)
+def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> list[Tensor]:
+    """Log-probs of the sampled tokens under ``model``, and entropies, ``[B, T]`` each, 0 off the mask (section 16).
+
+    They are float32 for a model of any lower precision.
+    """
+
+    def compute(piece):
+        return completion_logprobs(
+            model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask, temperature
+        )
+
+    return in_pieces(compute, rollouts, max_tokens)
+
+
+def predict_values(critic: Critic, rollouts: Rollouts, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """The critic's V before every token ``[B, T]``, and `gae`'s bootstrap ``[B]`` (sections 7 and 8)."""
+
+    def compute(piece):
+        states = critic(piece.prompt_ids, piece.prompt_mask, piece.completion_ids)
+        values, bootstrap = split_values(states, piece.mask, piece.truncated)
+        return values, bootstrap[:, None].expand_as(values)
+
+    values, bootstrap = in_pieces(compute, rollouts, max_tokens)
+    return torch.where(rollouts.mask, values, 0.0), bootstrap[:, 0]
+
+
+def rows_with_gradient(rollouts: Rollouts, weights: Tensor, config: TrainConfig) -> Tensor:
+    """Bool ``[B]``: rows in which some token has a weight and something to learn from (section 16).
+
+    That is an advantage; a KL penalty, an entropy bonus or a critic learn from every token.
+    """
+    every = config.beta_in("loss") != 0 or config.entropy_coef != 0 or config.advantage_estimator == "gae"
+    return ((weights != 0) & ((rollouts.advantages != 0) | every)).any(1)
+
+
+def weighted_loss(logprobs: Tensor, entropy: Tensor, tokens: dict[str, Tensor], config: TrainConfig) -> Tensor:
+    """The summed loss of some tokens, a scalar, from tensors of one shape, ``weights`` among them (sections 11 and 14).
+
+    Log-probs without ``old_logprobs`` are their own old log-probs. An exact KL is not in it.
+    """
+    loss = policy_loss(
+        logprobs,
+        tokens.get("old_logprobs", logprobs.detach()),
+        tokens["advantages"],
+        tokens["weights"],
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        beta=0.0 if config.kl_estimator == "exact" else config.beta_in("loss"),
+        ref_logprobs=tokens.get("ref_logprobs"),
+        **loss_functions(config),
+    )
+    if config.entropy_coef != 0.0:
+        loss = loss - config.entropy_coef * (tokens["weights"] * entropy).sum()
+    return loss
 
 
 def token_loss_of(piece: Rollouts, weights: Tensor, config: TrainConfig) -> Callable:
-    """The `policy_loss` of some of the piece's tokens, in the form that `completion_loss` asks for (section 16).
-
-    Log-probs without ``old_logprobs`` are their own old log-probs.
-    """
+    """The `weighted_loss` of some of the piece's tokens, in the form that `completion_loss` asks for (section 16)."""
     fields = {name: value[piece.mask] for name, value in {**piece.per_token(), "weights": weights}.items()}
 
     def token_loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        tokens = {name: value[rows] for name, value in fields.items()}
-        return policy_loss(
-            logprobs,
-            tokens.get("old_logprobs", logprobs.detach()),
-            tokens["advantages"],
-            tokens["weights"],
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            beta=config.beta,
-            ref_logprobs=tokens.get("ref_logprobs"),
-        )
+        return weighted_loss(logprobs, entropy, {name: value[rows] for name, value in fields.items()}, config)
 
     return token_loss
 
 
-def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
+def piece_loss_of(model, piece: Rollouts, weights: Tensor, config: TrainConfig, reference=None) -> list[Tensor]:
+    """A micro-batch's share of the loss; log-probs and entropies ``[B, T]``, detached, and the KL if it is exact."""
+    texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+    exact = config.kl_estimator == "exact" and config.beta_in("loss") != 0
+    if config.importance_sampling_level == "sequence":
+        logprobs, entropy = completion_logprobs(model, *texts, config.temperature)
+        loss = weighted_loss(logprobs, entropy, {**piece.per_token(), "weights": weights}, config)
+        results = [loss, logprobs.detach(), entropy.detach()]
+        if exact:
+            kl = completion_kl(model, reference, *texts, config.temperature)
+            results = [loss + config.beta * (weights * kl).sum(), *results[1:], kl.detach()]
+        return results
+    token_loss = token_loss_of(piece, weights, config)
+    if exact:
+        kl_weights = config.beta * weights
+        return completion_loss_with_kl(model, reference, *texts, token_loss, kl_weights, config.temperature)
+    return completion_loss(model, *texts, token_loss, config.temperature)
+
+
+def micro_batch_pass(
+    model, piece: Rollouts, weights: Tensor, config: TrainConfig, reference=None
+) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
     """Forward one micro-batch: its share of the step's loss, the piece with ``old_logprobs``, and its token metrics.
 
     ``weights`` ``[B, T]`` are the piece's rows of `token_weights`. The metrics are detached ``[B, T]`` tensors (section
-    16). Raises FloatingPointError when a real token's log-prob is not finite.
+    16). ``reference`` is asked only for an exact KL. Raises FloatingPointError when a real token's log-prob is not finite.
     """
-    texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
-    token_loss = token_loss_of(piece, weights, config)
-    loss, logprobs, entropy = completion_loss(model, *texts, token_loss, config.temperature)
+    loss, logprobs, entropy, *kl = piece_loss_of(model, piece, weights, config, reference)
     require_finite("the policy's log-probs", logprobs, piece.mask)
     if piece.old_logprobs is None:
         piece = replace(piece, old_logprobs=logprobs)
-    return loss, piece, {**token_metrics(logprobs, piece, config), "trained_entropy": entropy}
+    metrics = {**token_metrics(logprobs, piece, config), "trained_entropy": entropy}
+    return loss, piece, metrics | ({"kl_ref": kl[0]} if kl else {})
 
 
 @torch.no_grad()
-def token_metrics(logprobs: Tensor, piece: Rollouts, config) -> dict[str, Tensor]:
+def token_metrics(logprobs: Tensor, piece: Rollouts, config: TrainConfig) -> dict[str, Tensor]:
     """What to watch, per token ``[B, T]``: ratio error, clipping, KLs, the sampler's log-prob gap (section 16)."""
-    ratio = importance_ratio(logprobs, piece.old_logprobs)
+    ratio = RATIOS[config.importance_sampling_level](logprobs, piece.old_logprobs, piece.mask)
     metrics = {
         "ratio_error": (ratio - 1).abs(),
-        "clip_fraction": clipped(ratio, piece.advantages, config.epsilon, config.epsilon_high).float(),
+        "clip_fraction": clip_flags(ratio, piece.advantages, config).float(),
         "kl_old": kl_k3(piece.old_logprobs, logprobs),
         "sampler_gap": (logprobs - piece.sampler_logprobs).abs(),
     }
     if piece.ref_logprobs is not None:
         metrics["kl_ref"] = kl_k3(logprobs, piece.ref_logprobs)
     return metrics
+
+
+def critic_pass(
+    critic: Critic, piece: Rollouts, weights: Tensor, config: TrainConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's share of the step's loss on one micro-batch, and metrics ``[B, T]`` (sections 10 and 16)."""
+    counts = weights > 0
+    values = torch.where(counts, critic(piece.prompt_ids, piece.prompt_mask, piece.completion_ids)[:, :-1], 0.0)
+    old, returns = (torch.where(counts, x, 0.0) for x in (piece.values, piece.returns))
+    losses = value_loss(values, old, returns, config.cliprange_value)
+    metrics = {
+        "value_loss": losses.detach(),
+        "value_clip_fraction": value_clipped(values.detach(), old, config.cliprange_value).float(),
+    }
+    return config.vf_coef * (weights * losses).sum(), metrics
 
 
 def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
@@ -212,16 +385,32 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
     return warmup * (1 - step / config.max_steps) if config.lr_scheduler_type == "linear" else warmup
 
 
+def needs_old_logprobs(config: TrainConfig) -> bool:
+    """Whether a setting needs the policy's log-probs or entropies before the update (section 16)."""
+    return config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
+
+
+def adamw(model, learning_rate: float, config: TrainConfig):
+    """AdamW over the trainable parameters of ``model``, and its learning-rate schedule (section 16)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    betas = (0.9, config.adam_beta2)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=betas, weight_decay=config.weight_decay)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
+
+
 class Trainer:
-    """GRPO on one machine (section 16): the only object with state.
+    """Every recipe of section 14 on one machine (section 16): the only object with state.
 
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
-    model, needed when ``config.beta`` is not 0. Dropout is off throughout. Raises ValueError when a step wants more
-    different prompts than ``task.train`` has, the reference is missing, the longest prompt does not fit the model, or the
-    model's logits are not those of its output head (`require_output_head`).
+    model, needed when ``config.beta`` is not 0, ``critic`` a `Critic`, needed for ``advantage_estimator`` "gae". Dropout is
+    off throughout. Raises ValueError when a step wants more different prompts than ``task.train`` has, reference or critic
+    is missing, the longest prompt does not fit the model, or the model's logits are not those of its output head
+    (`require_output_head`).
     """
 
-    def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
+    def __init__(
+        self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None, critic=None
+    ):
         check_config(config)
         prompts = config.completions_per_step // config.num_generations
         if prompts > len(task.train):
@@ -232,59 +421,85 @@ class Trainer:
             )
         if config.beta != 0.0 and reference is None:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
+        if config.advantage_estimator == "gae" and critic is None:
+            raise ValueError('advantage_estimator "gae" needs a critic; pass build_critic(model), or choose "group"')
         longest = max(task.train + task.heldout, key=lambda example: len(example.prompt))
         require_fit(model, torch.tensor([encode_prompt(tokenizer, longest.prompt)]), config.max_completion_length)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
-        self.sampler, self.reference = sampler, reference
-        self.optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=config.learning_rate,
-            betas=(0.9, config.adam_beta2),
-            weight_decay=config.weight_decay,
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(step, config)
-        )
+        self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
+        self.optimizer, self.schedule = adamw(model, config.learning_rate, config)
+        if critic is not None:
+            disable_dropout(critic.trunk)
+            self.critic_optimizer, self.critic_schedule = adamw(critic, config.critic_learning_rate, config)
         self.batches = shuffled_batches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
 
     def step(self) -> dict[str, float]:
         """Generate, grade, learn: one pass of the loop. Returns its metrics."""
-        config, started = self.config, time.perf_counter()
-        examples = [self.task.train[i] for i in next(self.batches)]
-        seed = int(torch.randint(2**31, (), generator=self.sampling))
-        rollouts = collect(self.sampler, self.tokenizer, examples, config.num_generations, seed)
-        generated = time.perf_counter()
-        rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
-        rollouts = estimate_advantages(rollouts, config.scale_rewards)
-        graded = time.perf_counter()
-        if config.beta != 0.0:
-            budget = token_budget(rollouts, config)
-            rollouts = replace(rollouts, ref_logprobs=score(self.reference, rollouts, config.temperature, budget))
-        learning = self.update(rollouts)
-        updated = time.perf_counter()
+        watch = Stopwatch()
+        examples, drawn, rollouts = self.gather(watch)
+        rollouts = self.prepare(rollouts, examples, watch)
+        with watch.phase("update"):
+            learning = self.update(rollouts)
         self.sampler.sync(self.model)
         self.steps_done += 1
-        seconds = time.perf_counter() - started
-        return {
-            "step": self.steps_done,
-            **rollout_metrics(rollouts),
-            **learning,
-            "seconds": seconds,
-            "generation_seconds": generated - started,
-            "reward_seconds": graded - generated,
-            "update_seconds": updated - graded,
-            "generation_share": (generated - started) / seconds,
-        }
+        return {"step": self.steps_done, **rollout_metrics(drawn), **learning, **watch.metrics()}
+
+    def draw(self, watch: Stopwatch) -> tuple[list[Example], Rollouts]:
+        """The next prompts, and graded completions for them."""
+        examples = [self.task.train[i] for i in next(self.batches)]
+        with watch.phase("generation"):
+            rollouts = collect(
+                self.sampler, self.tokenizer, examples, self.config.num_generations, self.next_sampling_seed()
+            )
+        with watch.phase("reward"):
+            return examples, grade(rollouts, self.tokenizer, examples, self.task.reward)
+
+    def next_sampling_seed(self) -> int:
+        return int(torch.randint(2**31, (), generator=self.sampling))
+
+    def gather(self, watch: Stopwatch) -> tuple[list[Example], Rollouts, Rollouts]:
+        """Examples, all rollouts drawn for this step, and those to learn from (groups are examples if they are the same)."""
+        examples, drawn = self.draw(watch)
+        if not self.config.dynamic_sampling:
+            return examples, drawn, drawn
+        first = iter([drawn])
+        batch = dynamic_sampling(lambda groups: next(first, None) or self.draw(watch)[1], self.prompts)
+        return examples, batch.drawn, batch.rollouts if len(batch.rollouts) else batch.drawn
+
+    def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
+        """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
+        config, budget, values = self.config, token_budget(rollouts, self.config), ()
+        with watch.phase("update"):
+            if config.beta != 0.0 and config.kl_estimator != "exact":
+                logprobs, _ = score(self.reference, rollouts, config.temperature, budget)
+                rollouts = replace(rollouts, ref_logprobs=logprobs)
+            if needs_old_logprobs(config):
+                logprobs, entropy = score(self.model, rollouts, config.temperature, budget)
+                rollouts = replace(rollouts, old_logprobs=logprobs)
+            if config.advantage_estimator == "gae":
+                values = predict_values(self.critic, rollouts, budget)
+        if config.advantage_estimator == "monte_carlo":
+            with watch.phase("generation"):
+                grade_endings = partial(grade, tokenizer=self.tokenizer, examples=examples, reward=self.task.reward)
+                seed = self.next_sampling_seed()
+                values = (sampled_values(rollouts, self.sampler, grade_endings, config, seed),)
+        estimate = token_advantages if values else completion_advantages
+        rollouts = estimate(rollouts, config, *values)
+        if config.top_entropy_quantile < 1:
+            mask = loss_mask(rollouts, config.mask_truncated_completions)
+            chosen = top_entropy(entropy, mask, config.top_entropy_quantile)
+            rollouts = replace(rollouts, advantages=rollouts.advantages * chosen)
+        return rollouts
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""
         config = self.config
         mask = loss_mask(rollouts, config.mask_truncated_completions)
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
-        trained = rows_with_gradient(rollouts, weights, config.beta)
+        trained = rows_with_gradient(rollouts, weights, config)
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
         pieces = list(micro_batches(rollouts.select(trained), weights[trained], token_budget(rollouts, config)))
         padding, summaries = padding_share(pieces), []
@@ -292,7 +507,7 @@ class Trainer:
             self.optimizer.zero_grad()
             loss, passes = 0.0, []
             for i, (piece, piece_weights) in enumerate(pieces):
-                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config)
+                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config, self.reference)
                 piece_loss.backward()
                 pieces[i] = (piece, piece_weights)
                 passes.append((metrics, piece.mask))
@@ -301,11 +516,28 @@ class Trainer:
             require_finite("the gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
             self.optimizer.step()
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
+            if config.advantage_estimator == "gae":
+                summaries[-1] |= self.update_critic(pieces)
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy")
+        if self.critic is not None:
+            self.critic_schedule.step()
+        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy", "value_loss")
         first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
         return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
+
+    def update_critic(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
+        """One optimiser step of the critic on the pieces of a batch."""
+        self.critic_optimizer.zero_grad()
+        passes = []
+        for piece, weights in pieces:
+            loss, metrics = critic_pass(self.critic, piece, weights, self.config)
+            loss.backward()
+            passes.append((metrics, weights > 0))
+        norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
+        require_finite("the critic's gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
+        self.critic_optimizer.step()
+        return summarise(passes)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@
 # baseline, the clipped ratio, and a loss in which every token of the step weighs the same.
 
 # %%
+import difflib
 import hashlib
 import itertools
 import json
@@ -38,10 +39,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import torch
 import transformers
@@ -49,11 +52,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from lmrl.baselines import group_advantages
+from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, micro_batches, padding_share
 from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
-from lmrl.loss import LOSS_TYPES, policy_loss, token_weights
+from lmrl.loss import policy_loss, token_weights
 from lmrl.memory import Setup, plan_table, shape_of
 from lmrl.models import (
     disable_dropout,
@@ -70,15 +74,31 @@ from lmrl.policy import (
     build_tokenizer,
     completion_texts,
     masked_mean,
+    pad_right,
     save_model,
     warm_start_folder,
 )
-from lmrl.ppo import clipped, importance_ratio
+from lmrl.ppo import value_clipped, value_loss
+from lmrl.recipes import (
+    RATIOS,
+    batch_std,
+    check_recipe,
+    clip_flags,
+    completion_kl,
+    completion_loss_with_kl,
+    loss_functions,
+    penalised_rewards,
+    penalised_token_rewards,
+    row_advantages,
+    soft_overlong_punishment,
+    top_entropy,
+)
 from lmrl.rewards import RewardFunction, load_reward, score_completions
 from lmrl.rollout import Sampler, TorchSampler, require_fit
-from lmrl.signal import frac_reward_zero_std
+from lmrl.signal import dynamic_sampling, frac_reward_zero_std
 from lmrl.tasks import Example, Task, encode_prompt, load_task
-from lmrl.trust_region import kl_k3
+from lmrl.trust_region import kl_k1, kl_k3
+from lmrl.values import Critic, build_critic
 from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 transformers.utils.logging.disable_progress_bar()
@@ -124,6 +144,12 @@ class TrainConfig:
     """Cap on the tokens of a completion."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in scoring."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens alone; 0 is all. Needs vllm_importance_sampling_correction (section 11)."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens of total probability p alone; 1 is all. Needs the correction too."""
+    min_p: float = 0.0
+    """Sample from tokens of at least min_p times the greatest probability alone; 0 is all. Needs the correction too."""
     use_vllm: bool = False
     """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
     vllm_mode: str = "colocate"
@@ -148,18 +174,51 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
 
+    advantage_estimator: str = "group"
+    """What a reward is compared with: the "group"'s mean, the others of the group ("leave_one_out"), the "batch"'s mean,
+    "none", a critic ("gae", section 8), or fresh endings of every prefix ("monte_carlo", section 7)."""
+    scale_rewards: str = "group"
+    """"group" divides advantages by the group's standard deviation, "batch" by the batch's, "none" does not (section 6)."""
+    importance_sampling_level: str = "token"
+    """One ratio for every "token", or for every "sequence" (section 14)."""
+    clip_type: str = "ppo"
+    """"ppo" clips the ratio (section 10), "cispo" caps a token's weight and keeps its gradient (section 14), or "none"."""
     epsilon: float = 0.2
     """Clip range of the ratio (section 10)."""
     epsilon_high: float | None = None
     """Upper clip range, if different from epsilon."""
+    delta: float | None = None
+    """Bound on the ratio of tokens with negative advantage (section 14)."""
+    loss_type: str = "dapo"
+    """How tokens are weighted: "dapo" or "bnpo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
     beta: float = 0.0
     """Strength of the KL penalty to the starting policy; 0 needs no reference model (section 9)."""
-    loss_type: str = "dapo"
-    """How tokens are weighted: "dapo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
-    scale_rewards: str = "group"
-    """"group" divides advantages by the group's standard deviation, "none" does not (section 6)."""
+    kl_estimator: str = "k3"
+    """"k1", "k2" or "k3" of the sampled token, or "exact" over the vocabulary (sections 9 and 14)."""
+    kl_in: str = "loss"
+    """Where the penalty stands: in the "loss", or in the "reward", with k1 (section 14)."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus in the loss (section 14)."""
+    top_entropy_quantile: float = 1.0
+    """Learn only from this share of the tokens, those of the highest entropy; 1 is all (section 14)."""
     mask_truncated_completions: bool = False
     """Leave completions that hit the cap out of the loss."""
+    overlong_buffer: int = 0
+    """Tokens before the cap over which a punishment for length rises to 1; 0 is none (section 14)."""
+    dynamic_sampling: bool = False
+    """Draw prompts until enough groups have unequal rewards, and learn from those alone (section 13)."""
+    gamma: float = 1.0
+    """Discount per token, of "gae" (section 8)."""
+    lam: float = 0.95
+    """λ of "gae" (section 8)."""
+    critic_learning_rate: float = 1e-3
+    """Peak learning rate of the critic's own AdamW, for "gae"."""
+    vf_coef: float = 0.1
+    """Weight of the critic's loss. Its AdamW undoes any factor, so it only matters where max_grad_norm cuts (section 10)."""
+    cliprange_value: float | None = 0.2
+    """Range around the old value in which a prediction is rewarded for moving (section 10)."""
+    num_value_samples: int = 4
+    """Fresh endings of every prefix, for "monte_carlo" (section 7)."""
 
     num_eval_problems: int = 256
     """Held-out problems for pass@1, before and after."""
@@ -176,6 +235,10 @@ class TrainConfig:
     def completions_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
+    def beta_in(self, place: str) -> float:
+        """The strength of the KL penalty in the "loss" or in the "reward"; 0 if it stands in the other place."""
+        return self.beta if self.kl_in == place else 0.0
+
 
 # %% [markdown]
 # A setting that cannot work is refused before anything is loaded, with the number and the way out. The trainer asks too.
@@ -186,38 +249,35 @@ def check_config(config: TrainConfig) -> None:
     """Raise ValueError, with the value and the remedy, for settings that cannot work."""
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
-    positive += ("num_eval_problems", "num_eval_generations")
+    positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
-    for name in ("seed", "warmup_steps", "weight_decay", "beta"):
+    for name in ("seed", "warmup_steps", "weight_decay", "beta", "entropy_coef"):
         if not getattr(config, name) >= 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be 0 or more")
-    for name in ("temperature", "weight_decay", "beta"):
+    for name in ("temperature", "weight_decay", "beta", "entropy_coef"):
         if math.isinf(getattr(config, name)):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be finite")
     if config.seed >= 2**63:
         raise ValueError(f"seed is {config.seed}; it must be below 2**63")
-    if config.learning_rate > 1:
-        raise ValueError(
-            f"learning_rate is {config.learning_rate}; AdamW moves each weight by about that much per step, so take at most 1"
-        )
+    for name in ("learning_rate", "critic_learning_rate"):
+        if getattr(config, name) > 1:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; AdamW moves each weight by about that much per step, so take at most 1"
+            )
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; take 0 to 1")
+    if config.cliprange_value is not None and not config.cliprange_value > 0:
+        raise ValueError(f"cliprange_value is {config.cliprange_value}; it must be greater than 0, or left out")
     if not 0 <= config.adam_beta2 < 1:
         raise ValueError(f"adam_beta2 is {config.adam_beta2}; take 0 <= adam_beta2 < 1, for example 0.99")
-    if config.num_generations < 2:
-        raise ValueError(
-            f"num_generations is {config.num_generations}; a group baseline compares answers to the same prompt "
-            "and needs at least 2"
-        )
     if config.completions_per_step % config.num_generations:
         raise ValueError(
             f"a step has {config.completions_per_step} completions (per_device_train_batch_size "
             f"{config.per_device_train_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}), "
             f"which num_generations {config.num_generations} does not divide; change one of them"
-        )
-    if not 0 < config.epsilon < 1:
-        raise ValueError(
-            f"epsilon is {config.epsilon}; the ratio is clipped to [1 - epsilon, ...], so take 0 < epsilon < 1"
         )
     if not 0 < config.vllm_gpu_memory_utilization <= 1:
         raise ValueError(
@@ -229,15 +289,14 @@ def check_config(config: TrainConfig) -> None:
             f"vllm_max_model_length is {config.vllm_max_model_length} and max_completion_length "
             f"{config.max_completion_length}; that leaves no token for a prompt"
         )
-    if config.epsilon_high is not None and not config.epsilon_high > 0:
-        raise ValueError(f"epsilon_high is {config.epsilon_high}; it must be greater than 0, or left out")
-    choices = {"loss_type": LOSS_TYPES, "scale_rewards": ("group", "none"), "lr_scheduler_type": ("linear", "constant")}
-    choices |= {"dtype": ("float32", "bfloat16"), "vllm_mode": ("colocate",)}
+    choices = {"lr_scheduler_type": ("linear", "constant"), "dtype": ("float32", "bfloat16")}
+    choices |= {"vllm_mode": ("colocate",)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(allowed)}")
     if config.name is not None and (config.name in ("", "..") or config.name != Path(config.name).name):
         raise ValueError(f"name is {config.name!r}; give a folder's name without slashes, and its place as output_dir")
+    check_recipe(config)
 
 
 # %%
@@ -287,15 +346,99 @@ def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: Reward
 
 
 # %% [markdown]
-# **Rewards → advantages.** Section 6's group advantages, one number per completion, spread over its tokens: with one
-# reward at the end and no discount, every token of an answer has the same return.
+# **Rewards → advantages.** There are two kinds. If a completion is compared with others, all its tokens share one number
+# (sections 6 and 14). If every token has a value to be compared with, from a critic or from fresh endings, each has its own
+# (sections 7 and 8). What is taken from the reward, a punishment for length or the KL to the reference, is taken here: the
+# metrics keep the reward that the task gave.
 
 
 # %% tags=["export"]
-def estimate_advantages(rollouts: Rollouts, scale: str) -> Rollouts:
-    """The rollouts with group ``advantages`` ``[B, T]``, the same for all tokens of a row (sections 6 and 16)."""
-    advantages = group_advantages(rollouts.rewards, rollouts.group, scale=scale, graded=rollouts.graded)
+def length_punishment(rollouts: Rollouts, config: TrainConfig) -> Tensor:
+    """What is added to each reward for length, ``[B]`` from -1 to 0; all 0 without an ``overlong_buffer`` (section 14)."""
+    lengths = rollouts.mask.sum(1)
+    if config.overlong_buffer == 0:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    return soft_overlong_punishment(lengths, config.max_completion_length, config.overlong_buffer)
+
+
+def completion_advantages(rollouts: Rollouts, config: TrainConfig) -> Rollouts:
+    """The rollouts with ``advantages`` ``[B, T]`` that all tokens of a row share (sections 6 and 14)."""
+    rewards = rollouts.rewards + length_punishment(rollouts, config)
+    if config.beta_in("reward"):
+        kl = kl_k1(rollouts.old_logprobs, rollouts.ref_logprobs)
+        rewards = penalised_rewards(rewards, kl, rollouts.mask, config.beta)
+    names = config.advantage_estimator, config.scale_rewards
+    advantages = row_advantages(rewards, rollouts.group, *names, graded=rollouts.graded)
     return replace(rollouts, advantages=advantages[:, None].expand(rollouts.mask.shape))
+
+
+def token_advantages(
+    rollouts: Rollouts, config: TrainConfig, values: Tensor, bootstrap: Tensor | None = None
+) -> Rollouts:
+    """The rollouts with ``advantages``, ``values`` and ``returns`` ``[B, T]``, from V before every token (section 8).
+
+    ``bootstrap`` ``[B]`` is a critic's V after the last token of truncated rows, which then get no reward. Without it the
+    values are taken as exact, and λ as 0.
+    """
+    mask, bootstrapped = rollouts.mask, None if bootstrap is None else rollouts.truncated
+    rewards = torch.where(rollouts.graded, rollouts.rewards, 0.0)
+    rewards = score_last_token(rewards, mask, bootstrapped) + score_last_token(
+        length_punishment(rollouts, config), mask
+    )
+    if config.beta_in("reward"):
+        rewards = penalised_token_rewards(
+            rewards, kl_k1(rollouts.old_logprobs, rollouts.ref_logprobs), mask, config.beta
+        )
+    lam = 0.0 if bootstrap is None else config.lam
+    advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=lam, bootstrap=bootstrap)
+    if config.scale_rewards == "batch":
+        advantages = advantages / batch_std(rollouts.rewards, rollouts.graded)
+    return replace(rollouts, advantages=advantages, values=values, returns=returns)
+
+
+# %% [markdown]
+# VinePPO's values: the mean reward of $K$ fresh endings of every prefix that was written. The sampler is the one that wrote
+# the completions, whatever it is; it sees each prefix as a prompt, once for all completions that share it. An ending may
+# have no more tokens than were left for it, and what runs over is cut.
+
+
+# %% tags=["export"]
+def finish(sampler: Sampler, prefixes: list[tuple[int, tuple, tuple]], config: TrainConfig, seed: int) -> Rollouts:
+    """``num_value_samples`` whole completions for each (example, prompt ids, prefix ids); groups are examples."""
+    endings = sampler.generate([[*prompt, *prefix] for _, prompt, prefix in prefixes], config.num_value_samples, seed)
+    device, cut, texts = endings.group.device, [], []
+    for i, ids, mask, truncated in zip(endings.group, endings.completion_ids, endings.mask, endings.truncated):
+        text = [*prefixes[i][2], *ids[mask].tolist()]
+        texts.append(text[: config.max_completion_length])
+        cut.append(bool(truncated) or len(text) > config.max_completion_length)
+    ids, mask = (x.to(device) for x in pad_right(texts, 0))
+    return Rollouts(
+        prompt_ids=endings.prompt_ids,
+        prompt_mask=endings.prompt_mask,
+        completion_ids=ids,
+        mask=mask,
+        truncated=torch.tensor(cut, device=device),
+        sampler_logprobs=torch.zeros(ids.shape, device=device),
+        group=torch.tensor([prefix[0] for prefix in prefixes], device=device)[endings.group],
+    )
+
+
+def sampled_values(
+    rollouts: Rollouts, sampler: Sampler, grade_endings: Callable[[Rollouts], Rollouts], config: TrainConfig, seed: int
+) -> Tensor:
+    """V before every token as the mean reward of fresh endings of the prefix, ``[B, T]``, 0 off the mask (section 7).
+
+    ``grade_endings`` gives rollouts of the same prompts their rewards. Kazemnejad et al., 2024 (VinePPO).
+    """
+    places, table = rollouts.mask.nonzero().tolist(), {}
+    prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask)]
+    completions, groups = rollouts.completion_ids.tolist(), rollouts.group.tolist()
+    states = [(groups[row], prompts[row], tuple(completions[row][:t])) for row, t in places]
+    number = [table.setdefault(state, len(table)) for state in states]
+    endings = grade_endings(finish(sampler, list(table), config, seed))
+    state_of_ending = torch.arange(len(table), device=endings.group.device).repeat_interleave(config.num_value_samples)
+    values = group_mean(endings.rewards, state_of_ending, endings.graded)[:: config.num_value_samples]
+    return torch.zeros(rollouts.mask.shape, device=values.device).masked_scatter(rollouts.mask, values[number])
 
 
 # %% [markdown]
@@ -315,9 +458,9 @@ def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
 #
 # **How much fits through the model at once?** Not a number of rows but an area, padding included: section 11 cuts by it.
 #
-# **Scoring.** The reference, if the KL penalty is on, gives a log-prob to every sampled token, once per batch, and like the
-# policy without ever holding the logits (section 11). The pieces are sorted by length, so each number is put back where its
-# token stands.
+# **Scoring.** Some numbers are wanted for every sampled token before the update: log-probs under the reference, if there is
+# a KL penalty; under the policy itself, if a setting needs its log-probs or entropies beforehand; the critic's values. The
+# pieces are sorted by length, so each number is put back where its token stands.
 
 
 # %% tags=["export"]
@@ -327,98 +470,170 @@ def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
 
 
 @torch.no_grad()
-def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> Tensor:
-    """Log-probs ``[B, T]`` of the sampled tokens under ``model``, ``max_tokens`` padded tokens at a time (section 16).
+def in_pieces(compute: Callable[[Rollouts], tuple], rollouts: Rollouts, max_tokens: int) -> list[Tensor]:
+    """What ``compute`` says of each token, ``[b, t]`` tensors for a piece, as tensors ``[B, T]`` (section 16).
 
-    They are float32 for a model of any lower precision, and 0 off the mask.
+    The pieces have ``max_tokens`` padded tokens. Where no piece has a token, the results are 0.
     """
     positions = torch.arange(rollouts.mask.numel(), device=rollouts.mask.device).view(rollouts.mask.shape)
     places, values = [], []
     for piece, at in micro_batches(rollouts, positions, max_tokens):
-        texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
-        logprobs, _ = completion_logprobs(model, *texts, temperature)
         places.append(at.flatten())
-        values.append(logprobs.flatten())
-    values = torch.cat(values)
-    return values.new_zeros(rollouts.mask.shape).put_(torch.cat(places), values)
+        values.append([value.flatten() for value in compute(piece)])
+    columns = [torch.cat(column) for column in zip(*values, strict=True)]
+    return [column.new_zeros(rollouts.mask.shape).put_(torch.cat(places), column) for column in columns]
+
+
+def score(model, rollouts: Rollouts, temperature: float, max_tokens: int) -> list[Tensor]:
+    """Log-probs of the sampled tokens under ``model``, and entropies, ``[B, T]`` each, 0 off the mask (section 16).
+
+    They are float32 for a model of any lower precision.
+    """
+
+    def compute(piece):
+        return completion_logprobs(
+            model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask, temperature
+        )
+
+    return in_pieces(compute, rollouts, max_tokens)
+
+
+def predict_values(critic: Critic, rollouts: Rollouts, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """The critic's V before every token ``[B, T]``, and `gae`'s bootstrap ``[B]`` (sections 7 and 8)."""
+
+    def compute(piece):
+        states = critic(piece.prompt_ids, piece.prompt_mask, piece.completion_ids)
+        values, bootstrap = split_values(states, piece.mask, piece.truncated)
+        return values, bootstrap[:, None].expand_as(values)
+
+    values, bootstrap = in_pieces(compute, rollouts, max_tokens)
+    return torch.where(rollouts.mask, values, 0.0), bootstrap[:, 0]
 
 
 # %% [markdown]
-# **Which rows are worth a pass?** A completion of a tied group has advantage zero, and without a KL penalty it has no
-# gradient at all: there is nothing to compute for it. The weights were fixed for the whole step, so leaving such rows out
-# changes no other row's share. Late in training most groups are tied, and most of the work goes away.
+# **Which rows are worth a pass?** A completion of a tied group has advantage zero, and without a KL penalty, an entropy bonus
+# or a critic it has no gradient at all: there is nothing to compute for it. The weights were fixed for the whole step, so
+# leaving such rows out changes no other row's share. Late in training most groups are tied, and most of the work goes away.
 
 
 # %% tags=["export"]
-def rows_with_gradient(rollouts: Rollouts, weights: Tensor, beta: float) -> Tensor:
-    """Bool ``[B]``: rows in which some token has both a weight and an advantage or a KL penalty (section 16)."""
-    return ((weights != 0) & ((rollouts.advantages != 0) | (beta != 0.0))).any(1)
+def rows_with_gradient(rollouts: Rollouts, weights: Tensor, config: TrainConfig) -> Tensor:
+    """Bool ``[B]``: rows in which some token has a weight and something to learn from (section 16).
+
+    That is an advantage; a KL penalty, an entropy bonus or a critic learn from every token.
+    """
+    every = config.beta_in("loss") != 0 or config.entropy_coef != 0 or config.advantage_estimator == "gae"
+    return ((weights != 0) & ((rollouts.advantages != 0) | every)).any(1)
 
 
 # %% [markdown]
-# **One micro-batch.** The loss is a sum over tokens: that of one token needs only its own log-prob, besides numbers that are
-# known beforehand. So section 11's short way applies, which takes the loss in small blocks of tokens and has the
-# gradient before the next block begins.
+# **One micro-batch.** The loss is section 11's `policy_loss` of the ratio, clip and KL that the settings name; no line of it
+# knows an algorithm. It is a sum over tokens, and mostly the term of one token needs only its own log-prob, besides numbers
+# that are known beforehand. So section 11's short way applies, which takes the loss in small blocks of tokens and has the
+# gradient before the next block begins. A ratio over whole sequences goes the longer way.
 #
 # The first time a batch is used, the log-probs are also the *old* log-probs, detached: nothing was updated in between,
 # so a second pass would compute the same numbers again. That is why the ratios of a first step are exactly 1 and not
-# just close to it.
+# just close to it. (Where they had to be known beforehand, they are close to it.)
 #
 # A `NaN` among real tokens stops the run and says where. Masked ones never get this far.
 
 
 # %% tags=["export"]
-def token_loss_of(piece: Rollouts, weights: Tensor, config: TrainConfig) -> Callable:
-    """The `policy_loss` of some of the piece's tokens, in the form that `completion_loss` asks for (section 16).
+def weighted_loss(logprobs: Tensor, entropy: Tensor, tokens: dict[str, Tensor], config: TrainConfig) -> Tensor:
+    """The summed loss of some tokens, a scalar, from tensors of one shape, ``weights`` among them (sections 11 and 14).
 
-    Log-probs without ``old_logprobs`` are their own old log-probs.
+    Log-probs without ``old_logprobs`` are their own old log-probs. An exact KL is not in it.
     """
+    loss = policy_loss(
+        logprobs,
+        tokens.get("old_logprobs", logprobs.detach()),
+        tokens["advantages"],
+        tokens["weights"],
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        beta=0.0 if config.kl_estimator == "exact" else config.beta_in("loss"),
+        ref_logprobs=tokens.get("ref_logprobs"),
+        **loss_functions(config),
+    )
+    if config.entropy_coef != 0.0:
+        loss = loss - config.entropy_coef * (tokens["weights"] * entropy).sum()
+    return loss
+
+
+def token_loss_of(piece: Rollouts, weights: Tensor, config: TrainConfig) -> Callable:
+    """The `weighted_loss` of some of the piece's tokens, in the form that `completion_loss` asks for (section 16)."""
     fields = {name: value[piece.mask] for name, value in {**piece.per_token(), "weights": weights}.items()}
 
     def token_loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        tokens = {name: value[rows] for name, value in fields.items()}
-        return policy_loss(
-            logprobs,
-            tokens.get("old_logprobs", logprobs.detach()),
-            tokens["advantages"],
-            tokens["weights"],
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            beta=config.beta,
-            ref_logprobs=tokens.get("ref_logprobs"),
-        )
+        return weighted_loss(logprobs, entropy, {name: value[rows] for name, value in fields.items()}, config)
 
     return token_loss
 
 
-def micro_batch_pass(model, piece: Rollouts, weights: Tensor, config) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
+def piece_loss_of(model, piece: Rollouts, weights: Tensor, config: TrainConfig, reference=None) -> list[Tensor]:
+    """A micro-batch's share of the loss; log-probs and entropies ``[B, T]``, detached, and the KL if it is exact."""
+    texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+    exact = config.kl_estimator == "exact" and config.beta_in("loss") != 0
+    if config.importance_sampling_level == "sequence":
+        logprobs, entropy = completion_logprobs(model, *texts, config.temperature)
+        loss = weighted_loss(logprobs, entropy, {**piece.per_token(), "weights": weights}, config)
+        results = [loss, logprobs.detach(), entropy.detach()]
+        if exact:
+            kl = completion_kl(model, reference, *texts, config.temperature)
+            results = [loss + config.beta * (weights * kl).sum(), *results[1:], kl.detach()]
+        return results
+    token_loss = token_loss_of(piece, weights, config)
+    if exact:
+        kl_weights = config.beta * weights
+        return completion_loss_with_kl(model, reference, *texts, token_loss, kl_weights, config.temperature)
+    return completion_loss(model, *texts, token_loss, config.temperature)
+
+
+def micro_batch_pass(
+    model, piece: Rollouts, weights: Tensor, config: TrainConfig, reference=None
+) -> tuple[Tensor, Rollouts, dict[str, Tensor]]:
     """Forward one micro-batch: its share of the step's loss, the piece with ``old_logprobs``, and its token metrics.
 
     ``weights`` ``[B, T]`` are the piece's rows of `token_weights`. The metrics are detached ``[B, T]`` tensors (section
-    16). Raises FloatingPointError when a real token's log-prob is not finite.
+    16). ``reference`` is asked only for an exact KL. Raises FloatingPointError when a real token's log-prob is not finite.
     """
-    texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
-    token_loss = token_loss_of(piece, weights, config)
-    loss, logprobs, entropy = completion_loss(model, *texts, token_loss, config.temperature)
+    loss, logprobs, entropy, *kl = piece_loss_of(model, piece, weights, config, reference)
     require_finite("the policy's log-probs", logprobs, piece.mask)
     if piece.old_logprobs is None:
         piece = replace(piece, old_logprobs=logprobs)
-    return loss, piece, {**token_metrics(logprobs, piece, config), "trained_entropy": entropy}
+    metrics = {**token_metrics(logprobs, piece, config), "trained_entropy": entropy}
+    return loss, piece, metrics | ({"kl_ref": kl[0]} if kl else {})
 
 
 @torch.no_grad()
-def token_metrics(logprobs: Tensor, piece: Rollouts, config) -> dict[str, Tensor]:
+def token_metrics(logprobs: Tensor, piece: Rollouts, config: TrainConfig) -> dict[str, Tensor]:
     """What to watch, per token ``[B, T]``: ratio error, clipping, KLs, the sampler's log-prob gap (section 16)."""
-    ratio = importance_ratio(logprobs, piece.old_logprobs)
+    ratio = RATIOS[config.importance_sampling_level](logprobs, piece.old_logprobs, piece.mask)
     metrics = {
         "ratio_error": (ratio - 1).abs(),
-        "clip_fraction": clipped(ratio, piece.advantages, config.epsilon, config.epsilon_high).float(),
+        "clip_fraction": clip_flags(ratio, piece.advantages, config).float(),
         "kl_old": kl_k3(piece.old_logprobs, logprobs),
         "sampler_gap": (logprobs - piece.sampler_logprobs).abs(),
     }
     if piece.ref_logprobs is not None:
         metrics["kl_ref"] = kl_k3(logprobs, piece.ref_logprobs)
     return metrics
+
+
+def critic_pass(
+    critic: Critic, piece: Rollouts, weights: Tensor, config: TrainConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's share of the step's loss on one micro-batch, and metrics ``[B, T]`` (sections 10 and 16)."""
+    counts = weights > 0
+    values = torch.where(counts, critic(piece.prompt_ids, piece.prompt_mask, piece.completion_ids)[:, :-1], 0.0)
+    old, returns = (torch.where(counts, x, 0.0) for x in (piece.values, piece.returns))
+    losses = value_loss(values, old, returns, config.cliprange_value)
+    metrics = {
+        "value_loss": losses.detach(),
+        "value_clip_fraction": value_clipped(values.detach(), old, config.cliprange_value).float(),
+    }
+    return config.vf_coef * (weights * losses).sum(), metrics
 
 
 def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
@@ -471,6 +686,27 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+class Stopwatch:
+    """Seconds of a step and of its phases, each of which may come several times (section 16)."""
+
+    def __init__(self):
+        self.started = time.perf_counter()
+        self.seconds = {"generation": 0.0, "reward": 0.0, "update": 0.0}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of a ``with`` block towards the phase ``name``."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        """The seconds so far, in all and by phase, and the share of the generation."""
+        total = time.perf_counter() - self.started
+        phases = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        return {"seconds": total, **phases, "generation_share": self.seconds["generation"] / total}
+
+
 def peak_memory(device: str) -> float:
     """Peak memory in GiB: of the process on a CPU, of PyTorch's allocations on a GPU (section 16)."""
     if device.startswith("cuda"):
@@ -511,21 +747,41 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 
 # %% [markdown]
 # `step` reads straight down, in the order of the chain at the top, and reports the seconds of its phases: where a step
-# spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `update` is the
-# inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times over the same batch.
+# spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `gather` is the
+# stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if no
+# group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside the
+# rewards. `update` is the inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times
+# over the same batch. A critic has an optimiser of its own and learns from the same pieces.
+
+
+# %% tags=["export"]
+def needs_old_logprobs(config: TrainConfig) -> bool:
+    """Whether a setting needs the policy's log-probs or entropies before the update (section 16)."""
+    return config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
+
+
+def adamw(model, learning_rate: float, config: TrainConfig):
+    """AdamW over the trainable parameters of ``model``, and its learning-rate schedule (section 16)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    betas = (0.9, config.adam_beta2)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=betas, weight_decay=config.weight_decay)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
 
 
 # %% tags=["export"]
 class Trainer:
-    """GRPO on one machine (section 16): the only object with state.
+    """Every recipe of section 14 on one machine (section 16): the only object with state.
 
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
-    model, needed when ``config.beta`` is not 0. Dropout is off throughout. Raises ValueError when a step wants more
-    different prompts than ``task.train`` has, the reference is missing, the longest prompt does not fit the model, or the
-    model's logits are not those of its output head (`require_output_head`).
+    model, needed when ``config.beta`` is not 0, ``critic`` a `Critic`, needed for ``advantage_estimator`` "gae". Dropout is
+    off throughout. Raises ValueError when a step wants more different prompts than ``task.train`` has, reference or critic
+    is missing, the longest prompt does not fit the model, or the model's logits are not those of its output head
+    (`require_output_head`).
     """
 
-    def __init__(self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None):
+    def __init__(
+        self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None, critic=None
+    ):
         check_config(config)
         prompts = config.completions_per_step // config.num_generations
         if prompts > len(task.train):
@@ -536,59 +792,85 @@ class Trainer:
             )
         if config.beta != 0.0 and reference is None:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
+        if config.advantage_estimator == "gae" and critic is None:
+            raise ValueError('advantage_estimator "gae" needs a critic; pass build_critic(model), or choose "group"')
         longest = max(task.train + task.heldout, key=lambda example: len(example.prompt))
         require_fit(model, torch.tensor([encode_prompt(tokenizer, longest.prompt)]), config.max_completion_length)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
-        self.sampler, self.reference = sampler, reference
-        self.optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=config.learning_rate,
-            betas=(0.9, config.adam_beta2),
-            weight_decay=config.weight_decay,
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(step, config)
-        )
+        self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
+        self.optimizer, self.schedule = adamw(model, config.learning_rate, config)
+        if critic is not None:
+            disable_dropout(critic.trunk)
+            self.critic_optimizer, self.critic_schedule = adamw(critic, config.critic_learning_rate, config)
         self.batches = shuffled_batches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
 
     def step(self) -> dict[str, float]:
         """Generate, grade, learn: one pass of the loop. Returns its metrics."""
-        config, started = self.config, time.perf_counter()
-        examples = [self.task.train[i] for i in next(self.batches)]
-        seed = int(torch.randint(2**31, (), generator=self.sampling))
-        rollouts = collect(self.sampler, self.tokenizer, examples, config.num_generations, seed)
-        generated = time.perf_counter()
-        rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
-        rollouts = estimate_advantages(rollouts, config.scale_rewards)
-        graded = time.perf_counter()
-        if config.beta != 0.0:
-            budget = token_budget(rollouts, config)
-            rollouts = replace(rollouts, ref_logprobs=score(self.reference, rollouts, config.temperature, budget))
-        learning = self.update(rollouts)
-        updated = time.perf_counter()
+        watch = Stopwatch()
+        examples, drawn, rollouts = self.gather(watch)
+        rollouts = self.prepare(rollouts, examples, watch)
+        with watch.phase("update"):
+            learning = self.update(rollouts)
         self.sampler.sync(self.model)
         self.steps_done += 1
-        seconds = time.perf_counter() - started
-        return {
-            "step": self.steps_done,
-            **rollout_metrics(rollouts),
-            **learning,
-            "seconds": seconds,
-            "generation_seconds": generated - started,
-            "reward_seconds": graded - generated,
-            "update_seconds": updated - graded,
-            "generation_share": (generated - started) / seconds,
-        }
+        return {"step": self.steps_done, **rollout_metrics(drawn), **learning, **watch.metrics()}
+
+    def draw(self, watch: Stopwatch) -> tuple[list[Example], Rollouts]:
+        """The next prompts, and graded completions for them."""
+        examples = [self.task.train[i] for i in next(self.batches)]
+        with watch.phase("generation"):
+            rollouts = collect(
+                self.sampler, self.tokenizer, examples, self.config.num_generations, self.next_sampling_seed()
+            )
+        with watch.phase("reward"):
+            return examples, grade(rollouts, self.tokenizer, examples, self.task.reward)
+
+    def next_sampling_seed(self) -> int:
+        return int(torch.randint(2**31, (), generator=self.sampling))
+
+    def gather(self, watch: Stopwatch) -> tuple[list[Example], Rollouts, Rollouts]:
+        """Examples, all rollouts drawn for this step, and those to learn from (groups are examples if they are the same)."""
+        examples, drawn = self.draw(watch)
+        if not self.config.dynamic_sampling:
+            return examples, drawn, drawn
+        first = iter([drawn])
+        batch = dynamic_sampling(lambda groups: next(first, None) or self.draw(watch)[1], self.prompts)
+        return examples, batch.drawn, batch.rollouts if len(batch.rollouts) else batch.drawn
+
+    def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
+        """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
+        config, budget, values = self.config, token_budget(rollouts, self.config), ()
+        with watch.phase("update"):
+            if config.beta != 0.0 and config.kl_estimator != "exact":
+                logprobs, _ = score(self.reference, rollouts, config.temperature, budget)
+                rollouts = replace(rollouts, ref_logprobs=logprobs)
+            if needs_old_logprobs(config):
+                logprobs, entropy = score(self.model, rollouts, config.temperature, budget)
+                rollouts = replace(rollouts, old_logprobs=logprobs)
+            if config.advantage_estimator == "gae":
+                values = predict_values(self.critic, rollouts, budget)
+        if config.advantage_estimator == "monte_carlo":
+            with watch.phase("generation"):
+                grade_endings = partial(grade, tokenizer=self.tokenizer, examples=examples, reward=self.task.reward)
+                seed = self.next_sampling_seed()
+                values = (sampled_values(rollouts, self.sampler, grade_endings, config, seed),)
+        estimate = token_advantages if values else completion_advantages
+        rollouts = estimate(rollouts, config, *values)
+        if config.top_entropy_quantile < 1:
+            mask = loss_mask(rollouts, config.mask_truncated_completions)
+            chosen = top_entropy(entropy, mask, config.top_entropy_quantile)
+            rollouts = replace(rollouts, advantages=rollouts.advantages * chosen)
+        return rollouts
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""
         config = self.config
         mask = loss_mask(rollouts, config.mask_truncated_completions)
         weights = token_weights(mask, config.loss_type, config.max_completion_length)
-        trained = rows_with_gradient(rollouts, weights, config.beta)
+        trained = rows_with_gradient(rollouts, weights, config)
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
         pieces = list(micro_batches(rollouts.select(trained), weights[trained], token_budget(rollouts, config)))
         padding, summaries = padding_share(pieces), []
@@ -596,7 +878,7 @@ class Trainer:
             self.optimizer.zero_grad()
             loss, passes = 0.0, []
             for i, (piece, piece_weights) in enumerate(pieces):
-                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config)
+                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config, self.reference)
                 piece_loss.backward()
                 pieces[i] = (piece, piece_weights)
                 passes.append((metrics, piece.mask))
@@ -605,11 +887,28 @@ class Trainer:
             require_finite("the gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
             self.optimizer.step()
             summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
+            if config.advantage_estimator == "gae":
+                summaries[-1] |= self.update_critic(pieces)
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy")
+        if self.critic is not None:
+            self.critic_schedule.step()
+        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy", "value_loss")
         first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
         return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
+
+    def update_critic(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
+        """One optimiser step of the critic on the pieces of a batch."""
+        self.critic_optimizer.zero_grad()
+        passes = []
+        for piece, weights in pieces:
+            loss, metrics = critic_pass(self.critic, piece, weights, self.config)
+            loss.backward()
+            passes.append((metrics, weights > 0))
+        norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
+        require_finite("the critic's gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
+        self.critic_optimizer.step()
+        return summarise(passes)
 
 
 # %% [markdown]
@@ -932,8 +1231,10 @@ def build_trainer(config: TrainConfig) -> Trainer:
     model = load_policy(path, dtype=config.dtype, device=device)
     stop_ids = stop_token_ids(tokenizer, model, task.stop)
     sampling = (model, stop_ids, tokenizer.pad_token_id, config.max_completion_length, config.temperature)
+    sampling += (config.top_k, config.top_p, config.min_p)
     reference = load_reference(model) if config.beta != 0.0 else None
-    trainer = Trainer(config, model, tokenizer, task, TorchSampler(*sampling), reference)
+    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    trainer = Trainer(config, model, tokenizer, task, TorchSampler(*sampling), reference, critic)
     if config.use_vllm:  # last, for an engine takes a while to start
         trainer.sampler = VLLMSampler(
             *sampling,
@@ -976,7 +1277,7 @@ class PlanConfig(TrainConfig):
     max_prompt_length: int | None = None
     """Tokens of the longest prompt; by default 8 for the tiny policy and 512 for others."""
     critic: bool = False
-    """A critic with a trunk of its own, as PPO has."""
+    """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along."""
     reward_model: str | None = None
     """A reward model: a folder or config.json, or "same" for one of the policy's size."""
     use_vllm: bool = False
@@ -1010,7 +1311,7 @@ def plan_memory(config: PlanConfig) -> int:
         master_weights=config.master_weights,
         optim=config.optim,
         reference=config.beta != 0.0,
-        critic=config.critic,
+        critic=config.critic or config.advantage_estimator == "gae",
         reward_model=reward_model,
         use_vllm=config.use_vllm,
         gradient_checkpointing=config.gradient_checkpointing,
@@ -1022,25 +1323,85 @@ def plan_memory(config: PlanConfig) -> int:
 
 
 # %% [markdown]
+# A recipe is a file of settings. `--config configs/dapo.yaml` takes them as the defaults of the command line, whose options
+# still win; a run's own `config.json` is such a file too. A name that no setting has is refused, with the nearest that
+# one has.
+
+
+# %% tags=["export:cli"]
+def read_settings(path: str | Path, settings: type):
+    """The dataclass ``settings`` with the values of the YAML or JSON file ``path`` (section 16).
+
+    Raises ValueError for a file that is not a mapping, a name that ``settings`` lacks, or a value of another type, OSError
+    for a file that cannot be read.
+    """
+    yaml = optional_import("yaml", "train")
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")
+    known = {field.name: field.type for field in fields(settings)}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1, 0.0)[0]
+            raise ValueError(f"{path}: there is no setting {name!r}; did you mean {near}?")
+        values[name] = typed(path, name, value, get_args(known[name]) or (known[name],))
+    return settings(**values)
+
+
+def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
+    """``value`` if it is of one of ``types``; numbers become float where that is asked for, also "1e-3" (YAML's text)."""
+    if float in types and type(value) in (int, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if type(value) not in types:
+        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+        raise ValueError(f"{path}: {name} is {value!r}; expected {wanted}")
+    return value
+
+
+# %%
+dapo = read_settings("../configs/dapo.yaml", TrainConfig) if Path("../configs").exists() else None
+print(dapo)
+
+# %% [markdown]
 # Both commands by name, and what ends them:
 
 
 # %% tags=["export:cli"]
 COMMANDS = {"train": (TrainConfig, train), "plan": (PlanConfig, plan_memory)}
+USAGE = "usage: lmrl train|plan [--config FILE.yaml] [options]   (lmrl train --help lists them)"
+
+
+def parse(command: str, arguments: list[str]):
+    """The settings of ``command`` from its options, on top of those of ``--config FILE`` (section 16)."""
+    tyro = optional_import("tyro", "train")
+    settings, options, files = COMMANDS[command][0], iter(arguments), []
+    rest = []
+    for option in options:
+        if option == "--config" or option.startswith("--config="):
+            files.append(option.partition("=")[2] or next(options, ""))
+        else:
+            rest.append("--use-vllm" if option == "--vllm" else option)
+    if len(files) > 1:
+        raise ValueError(f"--config is given {len(files)} times; one file at a time")
+    default = read_settings(files[0], settings) if files else settings()
+    return tyro.cli(settings, args=rest, prog=f"lmrl {command}", default=default, description=USAGE)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the command ``lmrl``; returns the exit code (section 16)."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    arguments = ["--use-vllm" if argument == "--vllm" else argument for argument in arguments]
     transformers.utils.logging.disable_progress_bar()
     if not arguments or arguments[0] not in COMMANDS:
-        print("usage: lmrl train|plan [options]   (lmrl train --help lists them)", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
-        tyro = optional_import("tyro", "train")
-        settings, command = COMMANDS[arguments[0]]
-        return command(tyro.cli(settings, args=arguments[1:], prog=f"lmrl {arguments[0]}"))
+        return COMMANDS[arguments[0]][1](parse(arguments[0], arguments[1:]))
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

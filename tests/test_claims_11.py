@@ -315,6 +315,6 @@ def test_claim_11_5_the_share_counts_generation_and_nothing_else():
             generate=slower(generate, 3.0 if slow == "sampler" else 1.0), sync=lambda model: None
         )
         trainer.task = replace(trainer.task, reward=slower(reward, 3.0 if slow == "reward" else 1.0))
-        with patch("lmrl.trainer.time.perf_counter", lambda clock=clock: clock[0]):
+        with patch("lmrl.metrics.time.perf_counter", lambda clock=clock: clock[0]):
             shares[slow] = trainer.step()["generation_share"]
     assert shares == {"sampler": pytest.approx(0.75), "reward": pytest.approx(0.25)}

@@ -1,7 +1,7 @@
 """Law 6: each classic mistake, planted in the package, turns a named check red.
 
 A fault is a function that gets the production function and returns the faulty one. It is bound wherever the production
-function was bound, default arguments included; then the check, a test of another file, has to fail with an AssertionError.
+function was bound, default arguments and tables included; then the check, a test of another file, has to fail with an AssertionError.
 """
 
 import copy
@@ -85,6 +85,8 @@ def plant(monkeypatch, fault: Fault) -> None:
         for key, value in list(vars(module).items()):
             if value is original:
                 monkeypatch.setattr(module, key, faulty)
+            for entry in [entry for entry, known in value.items() if known is original] if type(value) is dict else ():
+                monkeypatch.setitem(value, entry, faulty)  # a table of functions, such as RATIOS
             for argument, default in (getattr(value, "__kwdefaults__", None) or {}).items():
                 if default is original:
                     monkeypatch.setitem(value.__kwdefaults__, argument, faulty)
@@ -686,7 +688,7 @@ def clip_metric_without_the_sign(clipped):
 
 @planted("lmrl.trainer.token_metrics", "test_trainer.py::test_token_metrics_of_one_token_by_hand")
 def clip_metric_of_the_clipped_ratio(token_metrics):
-    return edited(token_metrics, "clipped(ratio,", "clipped(ratio.clamp(0.8, 1.2),")
+    return edited(token_metrics, "clip_flags(ratio,", "clip_flags(ratio.clamp(0.8, 1.2),")
 
 
 # --- KL and entropy ---------------------------------------------------------------------------------------------------
@@ -717,6 +719,56 @@ def k1_in_the_loss(kl_k3):
     return lambda logprobs, ref_logprobs: logprobs - ref_logprobs
 
 
+AS_ONE_ACTION = "test_claims_14.py::test_claim_14_4_a_completion_as_one_action"
+
+
+@planted("lmrl.trust_region.kl_k2", AS_ONE_ACTION, size=(3, 3, 0, 0))
+def k1_as_the_loss_though_k2_was_asked(kl_k2):
+    return lambda logprobs, ref_logprobs: logprobs - ref_logprobs
+
+
+@planted("lmrl.recipes.fused_kl", "test_kl.py::test_the_first_argument_is_the_policy")
+def exact_kl_with_the_policies_swapped(fused_kl):
+    return lambda hidden, head, ref_hidden, ref_head, *rest: fused_kl(ref_hidden, ref_head, hidden, head, *rest)
+
+
+@planted("lmrl.recipes.fold_kl", "test_kl.py::test_completion_kl_is_that_of_the_materialised_logits", name="qwen3", temperature=1.0)  # fmt: skip
+def exact_kl_weighted_by_the_reference(fold_kl):
+    def faulty(logits, ref_logits, sums):
+        swapped = sums[[3, 4, 2, 0, 1]]
+        fold_kl(ref_logits, logits, swapped)
+        sums[[3, 4, 2, 0, 1]] = swapped
+
+    return faulty
+
+
+@planted("lmrl.recipes.completion_kl", "test_kl.py::test_completion_kl_is_that_of_the_materialised_logits", name="qwen3", temperature=0.6)  # fmt: skip
+def exact_kl_without_the_temperature(completion_kl):
+    return lambda *args: completion_kl(*args[:-1])
+
+
+@planted("lmrl.recipes.penalised_rewards", "test_kl.py::test_the_penalty_of_a_row_and_of_a_token")
+@planted("lmrl.recipes.penalised_rewards", "test_claims_14.py::test_claim_14_4_token_by_token", size=(3, 3, 0, 0))
+def kl_in_the_reward_as_a_mean_over_the_tokens(penalised_rewards):
+    return lambda rewards, kl, mask, beta: penalised_rewards(rewards, kl / mask.sum(1, keepdim=True), mask, beta)
+
+
+@planted("lmrl.recipes.penalised_rewards", "test_claims_14.py::test_claim_14_4_token_by_token", size=(3, 3, 0, 0))
+@planted("lmrl.recipes.penalised_token_rewards", "test_claims_14.py::test_claim_14_4_token_by_token", size=(3, 3, 0, 0))
+@planted("lmrl.recipes.penalised_token_rewards", "test_kl.py::test_the_penalty_of_a_row_and_of_a_token")
+def drift_rewarded(penalised):
+    return lambda rewards, kl, mask, beta: penalised(rewards, kl, mask, -beta)
+
+
+@planted("lmrl.recipes.penalised_token_rewards", "test_claims_14.py::test_claim_14_4_token_by_token", size=(3, 3, 0, 0))
+def kl_of_the_last_token_only_in_the_reward(penalised_token_rewards):
+    def faulty(token_rewards, kl, mask, beta):
+        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        return penalised_token_rewards(token_rewards, kl, last, beta)
+
+    return faulty
+
+
 @planted("lmrl.loss.policy_loss", "test_loss.py::test_the_penalty_pulls_towards_the_reference")
 def kl_rewarded_instead_of_paid_for(policy_loss):
     return lambda *args, beta=0.0, **kwargs: policy_loss(*args, beta=-beta, **kwargs)
@@ -745,16 +797,36 @@ def temperature_missing_in_the_reference(score):
     return lambda model, rollouts, temperature, *args: score(model, rollouts, 1.0, *args)
 
 
-@planted("lmrl.trainer.score", "test_trainer.py::test_scores_stand_where_their_tokens_stand")
-@planted("lmrl.trainer.score", UPDATE, loss_type="dapo", settings=REFERENCE)
-def scores_left_in_the_order_of_lengths(score):
-    return edited(score, "torch.cat(places), values", "torch.cat(places).sort().values, values")
+@planted("lmrl.trainer.in_pieces", "test_trainer.py::test_scores_stand_where_their_tokens_stand")
+@planted("lmrl.trainer.in_pieces", UPDATE, loss_type="dapo", settings=REFERENCE)
+def scores_left_in_the_order_of_lengths(in_pieces):
+    return edited(in_pieces, "torch.cat(places), column", "torch.cat(places).sort().values, column")
 
 
 @planted("lmrl.models.load_reference", "test_models.py::test_reference_is_frozen_and_does_not_move_with_the_policy",
          source="model")  # fmt: skip
 def reference_is_the_policy_itself(load_reference):
     return lambda source, **kwargs: source
+
+
+@planted("lmrl.recipes.entropy_slope", "test_claims_14.py::test_claim_14_7_on_a_tree_the_plain_step_carries_the_visits",
+         size=(3, 3, 0, 0), natural=False)  # fmt: skip
+def natural_law_for_a_plain_step(entropy_slope):
+    return lambda log_policy, advantages, natural=False: entropy_slope(log_policy, advantages, natural=True)
+
+
+@planted("lmrl.recipes.top_entropy", "test_recipes.py::test_top_entropy_by_hand", quantile=0.5, kept=[[1, 0, 1, 0], [1, 1, 0, 0]])  # fmt: skip
+def threshold_among_padding_too(top_entropy):
+    def faulty(entropies, mask, quantile):
+        entropies = entropies.nan_to_num(9.9)
+        return top_entropy(entropies, torch.ones_like(mask), quantile) & mask
+
+    return faulty
+
+
+@planted("lmrl.recipes.top_entropy", "test_recipes.py::test_top_entropy_by_hand", quantile=1 / 3, kept=[[1, 0, 0, 0], [0, 1, 0, 0]])  # fmt: skip
+def the_most_certain_tokens_trained(top_entropy):
+    return lambda entropies, mask, quantile: top_entropy(-entropies, mask, quantile)
 
 
 @planted("lmrl.trust_region.entropy", "test_trust_region.py::check_entropy_of_known_policies")
@@ -1050,7 +1122,7 @@ def advantages_per_micro_batch(micro_batches):
 @planted("lmrl.trainer.rows_with_gradient", "test_trainer.py::test_rows_with_gradient")
 @planted("lmrl.trainer.rows_with_gradient", "test_trainer.py::test_rows_without_gradient_may_be_left_out", beta=0.05)
 def rows_without_advantage_skipped_despite_the_kl(rows_with_gradient):
-    return lambda rollouts, weights, beta: rows_with_gradient(rollouts, weights, 0.0)
+    return lambda rollouts, weights, config: rows_with_gradient(rollouts, weights, replace(config, beta=0.0))
 
 
 @planted("lmrl.trainer.Trainer.step", RATES)
@@ -1074,9 +1146,9 @@ def sampler_with_stale_weights(generate):
     return faulty
 
 
-@planted("lmrl.trainer.Trainer.step", RATES)
-def the_same_sampling_seed_in_every_step(step):
-    return edited(step, "seed = int(torch.randint(2**31, (), generator=self.sampling))", "seed = 0")
+@planted("lmrl.trainer.Trainer.next_sampling_seed", RATES)
+def the_same_sampling_seed_in_every_step(next_sampling_seed):
+    return lambda trainer: 0
 
 
 @planted("lmrl.trainer.collect", "test_trainer.py::test_pitfall_6_the_engines_ids_are_scored_not_their_text")
@@ -1093,9 +1165,9 @@ def completions_decoded_and_tokenised_again(collect):
     return faulty
 
 
-@planted("lmrl.trainer.Trainer.step", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip
-def heldout_problems_trained_on(step):
-    return edited(step, "self.task.train[i]", "(self.task.train + self.task.heldout)[-1 - i]")
+@planted("lmrl.trainer.Trainer.draw", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip
+def heldout_problems_trained_on(draw):
+    return edited(draw, "self.task.train[i]", "(self.task.train + self.task.heldout)[-1 - i]")
 
 
 @planted("lmrl.trainer.evaluate", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip

@@ -36,7 +36,7 @@ from lmrl.tasks import Example, Task
 from lmrl.trainer import (
     Trainer,
     collect,
-    estimate_advantages,
+    completion_advantages,
     evaluate,
     generator_for,
     grade,
@@ -100,12 +100,13 @@ def parameters(trainer):
 def rollouts_of(trainer, seed=0):
     chosen = trainer.task.train[:8]
     rollouts = collect(trainer.sampler, trainer.tokenizer, chosen, 4, seed)
-    return estimate_advantages(grade(rollouts, trainer.tokenizer, chosen, trainer.task.reward), "group")
+    return completion_advantages(grade(rollouts, trainer.tokenizer, chosen, trainer.task.reward), trainer.config)
 
 
 def with_reference(trainer, rollouts):
     budget = token_budget(rollouts, trainer.config)
-    return replace(rollouts, ref_logprobs=score(trainer.reference, rollouts, trainer.config.temperature, budget))
+    logprobs, _ = score(trainer.reference, rollouts, trainer.config.temperature, budget)
+    return replace(rollouts, ref_logprobs=logprobs)
 
 
 def untimed(metrics):
@@ -145,7 +146,7 @@ def test_a_separate_scoring_pass_gives_the_old_logprobs():
     """The alias is not a shortcut: scoring once more before the update gives ratio 1 as well, up to rounding."""
     trainer = make_trainer()
     rollouts = rollouts_of(trainer)
-    scored = score(trainer.model, rollouts, 1.0, token_budget(rollouts, trainer.config))
+    scored, _ = score(trainer.model, rollouts, 1.0, token_budget(rollouts, trainer.config))
     metrics = trainer.update(replace(rollouts, old_logprobs=scored))
     assert metrics["ratio_error"] < 1e-6
 
@@ -205,7 +206,7 @@ def test_scores_stand_where_their_tokens_stand():
     rollouts = rollouts_of(trainer)
     expected = token_logprobs(trainer.model, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, 0.7)
     for max_tokens in (1, 40, 10_000):
-        scores = score(trainer.model, rollouts, 0.7, max_tokens)
+        scores, _ = score(trainer.model, rollouts, 0.7, max_tokens)
         assert torch.allclose(scores[rollouts.mask], expected[rollouts.mask], rtol=0, atol=1e-12)
         assert not scores.requires_grad
 
@@ -229,7 +230,8 @@ def materialised_loss(model, prompt_ids, prompt_mask, completion_ids, mask, toke
 
 
 def materialised_scores(model, prompt_ids, prompt_mask, completion_ids, mask, temperature):
-    return token_logprobs(model, prompt_ids, prompt_mask, completion_ids, temperature), None
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, temperature)
+    return gather_logprobs(logits, completion_ids), entropy(logits)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -322,7 +324,7 @@ def test_an_update_is_the_formula_written_out(loss_type, settings):
     graded = torch.rand(len(rollouts), generator=random) < 0.8
     rewards = torch.where(graded, rollouts.rewards, float("nan"))
     rollouts = replace(rollouts, mask=rollouts.mask & ~holes, graded=graded, rewards=rewards)
-    rollouts = estimate_advantages(rollouts, config.scale_rewards)
+    rollouts = completion_advantages(rollouts, config)
     expected = naive_update(naive, reference, rollouts, config)
     trainer.config = replace(config, per_device_train_batch_size=5)
     if config.beta:
@@ -398,13 +400,13 @@ def test_rows_without_gradient_may_be_left_out(beta, monkeypatch):
     results = []
     for everything in (False, True):
         if everything:
-            monkeypatch.setattr(trainer_module, "rows_with_gradient", lambda r, w, b: torch.ones(len(r)).bool())
+            monkeypatch.setattr(trainer_module, "rows_with_gradient", lambda r, w, c: torch.ones(len(r)).bool())
         trainer = make_trainer(replace(SMALL, beta=beta, num_iterations=2), dtype=torch.float64)
         rollouts = rollouts_of(trainer)
         advantages = torch.where(rollouts.group[:, None] % 2 == 0, 0.0, rollouts.advantages)
         if beta:
             rollouts = with_reference(trainer, rollouts)
-        rows = trainer_module.rows_with_gradient(rollouts, rollouts.mask.float(), beta)
+        rows = trainer_module.rows_with_gradient(rollouts, rollouts.mask.float(), trainer.config)
         trainer.update(replace(rollouts, advantages=advantages))
         results.append(parameters(trainer))
     assert torch.allclose(*results, rtol=0, atol=1e-12)
@@ -419,8 +421,8 @@ def test_rows_with_gradient():
     advantages = rollouts.advantages.clone()
     advantages[0], advantages[1], advantages[2] = 1.0, 0.0, 1.0
     changed = replace(rollouts, advantages=advantages)
-    assert rows_with_gradient(changed, weights, 0.0)[:3].tolist() == [False, False, True]
-    assert rows_with_gradient(changed, weights, 0.1)[:3].tolist() == [False, True, True]
+    assert rows_with_gradient(changed, weights, SMALL)[:3].tolist() == [False, False, True]
+    assert rows_with_gradient(changed, weights, replace(SMALL, beta=0.1))[:3].tolist() == [False, True, True]
 
 
 def test_nothing_gradable_leaves_the_weights_and_finite_metrics():
@@ -531,7 +533,7 @@ def test_groups_survive_a_shuffle_of_the_rows():
     trainer = make_trainer()
     rollouts = rollouts_of(trainer)
     order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(0))
-    shuffled = estimate_advantages(rollouts.select(order), "group")
+    shuffled = completion_advantages(rollouts.select(order), SMALL)
     assert torch.allclose(shuffled.advantages, rollouts.advantages[order], atol=1e-6)
 
 
@@ -664,7 +666,7 @@ def test_ungraded_answers_are_null_in_the_samples(tmp_path):
 def test_the_phases_of_a_step_are_parts_of_it(monkeypatch):
     """A clock that only ticks when a phase runs: each phase's seconds are its own."""
     now = [0.0]
-    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("lmrl.metrics.time.perf_counter", lambda: now[0])
 
     def taking(seconds, function):
         def slow(*args, **kwargs):
