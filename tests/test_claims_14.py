@@ -1,6 +1,7 @@
 """The claims of section 14, as the notebook proves them."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,12 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmrl.baselines import group_advantages, leave_one_out_advantages
+from lmrl.figures.recipes import stop_push
 from lmrl.gae import gae, score_last_token
 from lmrl.loss import policy_loss, token_weights
 from lmrl.models import load_policy, load_tokenizer
 from lmrl.policy import addition_problems, addition_reward, completion_texts, token_logprobs, warm_start_folder
-from lmrl.ppo import clipped, importance_ratio
-from lmrl.recipes import DEFAULTS, RECIPES, prompt_weight, recipe_moments, sequence_ratio, tabulate_prompts
+from lmrl.ppo import clipped, clipped_surrogate, importance_ratio
+from lmrl.recipes import (
+    DEFAULTS,
+    KL_ESTIMATORS,
+    RECIPES,
+    entropy_slope,
+    penalised_rewards,
+    penalised_token_rewards,
+    prompt_weight,
+    recipe_moments,
+    sequence_ratio,
+    soft_overlong_punishment,
+    tabulate_prompts,
+)
 from lmrl.reinforce import reinforce_terms
 from lmrl.rollout import TorchSampler
 from lmrl.tree import (
@@ -24,11 +38,17 @@ from lmrl.tree import (
     exact_gradient,
     exact_values,
     expectation,
+    flat_gradient,
     leaf_logprobs,
+    leaf_probabilities,
     row_gradients,
     score_matrix,
+    sequence_entropy,
+    sequence_kl,
     terminal_returns,
+    visit_probabilities,
 )
+from lmrl.trust_region import entropy, fisher_matrix, kl_exact
 from lmrl.values import next_chosen
 from lmrl.variance import group_moments, leaf_moments, weighted_scores
 
@@ -209,6 +229,259 @@ def test_claim_14_3_for_a_single_token_one_ending_never_pays(seed):
     policy, tree, rewards, _ = problem(3, 1, None, seed)
     others, known, *mc = variances(policy, tree, rewards, 4)
     assert mc[0] > others > known and mc == sorted(mc, reverse=True)
+
+
+# --- 14.4: which KL, and where ----------------------------------------------------------------------------------------
+
+
+def policy_and_reference(vocab_size, max_length, eos_id, seed):
+    """The policy's tree, its parameters, the reference's tree, and ∇KL(policy ‖ reference) of the completion."""
+    policy, reference = (TabularPolicy(vocab_size, max_length, seed=s) for s in (seed, seed + 10))
+    tree, other = (enumerate_tree(p, max_length, eos_id) for p in (policy, reference))
+    other = replace(other, logprobs=other.logprobs.detach(), log_policy=other.log_policy.detach())
+    parameters = [policy.logits]
+    return tree, parameters, other, flat_gradient(sequence_kl(tree, other), parameters)
+
+
+def mean_gradient(tree, parameters, per_leaf):
+    """The mean over completions of the gradient of a term [L], with the completions held fixed."""
+    return flat_gradient((leaf_probabilities(tree).detach() * per_leaf).sum(), parameters)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_claim_14_4_a_completion_as_one_action(size):
+    tree, parameters, other, wanted = policy_and_reference(*size)
+    logprobs, ref = leaf_logprobs(tree), leaf_logprobs(other)
+    backward = flat_gradient(sequence_kl(other, tree), parameters)
+    in_loss = {name: mean_gradient(tree, parameters, kl(logprobs, ref)) for name, kl in KL_ESTIMATORS.items()}
+    in_reward = {
+        name: mean_gradient(tree, parameters, kl(logprobs, ref).detach() * logprobs)
+        for name, kl in KL_ESTIMATORS.items()
+    }
+    assert in_loss["k1"].abs().max() < 1e-10
+    assert torch.allclose(in_loss["k2"], wanted, rtol=0, atol=1e-10)
+    assert torch.allclose(in_loss["k3"], backward, rtol=0, atol=1e-10)
+    assert torch.allclose(in_reward["k1"], wanted, rtol=0, atol=1e-10)
+    for wrong in (in_loss["k3"], in_reward["k2"], in_reward["k3"]):
+        assert (wrong - wanted).norm() > 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_claim_14_4_expectation_and_variance(size):
+    tree, _, other, _ = policy_and_reference(*size)
+    start, away = other.log_policy, tree.log_policy.detach() - other.log_policy
+    stds = {}
+    for distance in (0.05, 3.0):
+        log_policy = (start + distance * away).log_softmax(-1)
+        logprobs = torch.where(tree.mask, log_policy[tree.states, tree.ids], 0.0)
+        here = replace(tree, log_policy=log_policy, logprobs=logprobs)
+        for name, kl in KL_ESTIMATORS.items():
+            values = kl(leaf_logprobs(here), leaf_logprobs(other))
+            mean = expectation(here, values)
+            stds[name, distance] = expectation(here, (values - mean) ** 2).sqrt()
+            off = abs(mean - sequence_kl(here, other))
+            assert off < 1e-10 if name != "k2" else off > 1e-6
+            assert name == "k1" or values.min() >= 0
+    assert stds["k3", 0.05] < stds["k1", 0.05] / 2  # near the reference
+    assert stds["k3", 3.0] > stds["k1", 3.0]  # far from it
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_claim_14_4_token_by_token(size):
+    """In the loss k2 and the exact KL hold the visited states fixed; k1 in the reward needs the sum from the token on."""
+    tree, parameters, other, wanted = policy_and_reference(*size)
+    state_kl = kl_exact(tree.log_policy, other.log_policy)
+    fixed = flat_gradient((visit_probabilities(tree).detach() * state_kl).sum(), parameters)
+    assert (fixed - wanted).norm() > 0.02 * wanted.norm()
+    by_k2 = row_gradients(KL_ESTIMATORS["k2"](tree.logprobs, other.logprobs).sum(1), parameters)
+    by_exact = row_gradients(torch.where(tree.mask, state_kl[tree.states], 0.0).sum(1), parameters)
+    of_k2, of_exact = (leaf_moments(tree, x, fixed) for x in (by_k2, by_exact))
+    assert of_k2.bias.abs().max() < 1e-10 and of_exact.bias.abs().max() < 1e-10
+    assert of_exact.variance < of_k2.variance
+    k1 = KL_ESTIMATORS["k1"](tree.logprobs, other.logprobs).detach()
+    assert mean_gradient(tree, parameters, KL_ESTIMATORS["k1"](tree.logprobs, other.logprobs).sum(1)).norm() < 1e-10
+
+    zeros = torch.zeros(tree.mask.shape, dtype=float64)
+    token_rewards = penalised_token_rewards(zeros, k1, tree.mask, beta=0.5)
+    from_here, _ = gae(token_rewards, zeros, tree.mask, gamma=1.0, lam=1.0)
+    whole_row = penalised_rewards(zeros[:, 0], k1, tree.mask, beta=0.5)[:, None].expand_as(zeros)
+    updates = {
+        name: leaf_moments(
+            tree, row_gradients(reinforce_terms(tree.logprobs, advantages).sum(1), parameters), -wanted / 2
+        )
+        for name, advantages in {"from here": from_here, "row": whole_row, "alone": token_rewards}.items()
+    }
+    assert updates["from here"].bias.abs().max() < 1e-10 and updates["row"].bias.abs().max() < 1e-10
+    assert torch.allclose(updates["alone"].mean, -fixed / 2, rtol=0, atol=1e-10)
+    assert updates["from here"].variance < updates["row"].variance
+
+
+# --- 14.5: length -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths, cap", [([1, 2, 4, 8, 10], 10), ([3, 3, 3], 7), ([5, 1], 5)])
+def test_claim_14_5_the_weight_of_a_token(lengths, cap):
+    mask = torch.arange(cap) < torch.tensor(lengths)[:, None]
+    for kept in (mask, mask & (torch.tensor(lengths) < cap)[:, None]):
+        n = kept.sum(1, keepdim=True).double()
+        rows, tokens = (n > 0).sum().item(), n.sum().item()
+        expected = {"grpo": 1 / (rows * n), "bnpo": 1 / tokens, "dapo": 1 / tokens, "dr_grpo": 1 / (rows * cap)}
+        for loss_type, weight in expected.items():
+            weights = token_weights(kept, loss_type, cap).double()
+            expected_weights = torch.where(kept, torch.as_tensor(weight, dtype=float64), 0.0)
+            assert torch.allclose(weights, expected_weights, rtol=1e-6, atol=0)
+
+
+def stopping(stop, cap):
+    """A policy over "stop" (0) and "go on" (1) that stops with one chance after every token: tree and its log-odds."""
+    odds = torch.tensor([math.log(stop / (1 - stop))], dtype=float64).requires_grad_()
+    logits = torch.cat([odds, torch.zeros(1, dtype=float64)])
+    return enumerate_tree(lambda prefixes: logits.expand(len(prefixes), 2), cap, eos_id=0), odds
+
+
+@pytest.mark.parametrize("stop, cap", [(0.5, 3), (0.2, 8), (1 / 6, 12)])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_claim_14_5_the_push_on_length_at_equal_advantages(stop, cap, advantage):
+    """Sequence mean: right answers push towards stopping, wrong ones away; a constant weight pushes nowhere."""
+    tree, odds = stopping(stop, cap)
+    n, p = tree.mask.sum(1).double(), leaf_probabilities(tree).detach()
+    (scores,) = row_gradients(leaf_logprobs(tree), [odds]).T
+    chance, push = torch.tensor([stop], dtype=float64), {}
+    for name, weights, how in (
+        ("sequence", 1 / n, {"loss_type": "grpo"}),
+        ("token", torch.ones_like(n), {"loss_type": "dapo"}),
+        ("masked", (~tree.truncated).double(), {"loss_type": "dapo", "masked": True}),
+    ):
+        exact = (p * weights * advantage * scores).sum() / ((p * weights * n).sum() / (p * n).sum())
+        push[name] = stop_push(chance, cap, advantage=advantage, **how).item()
+        assert push[name] == pytest.approx(exact.item(), abs=1e-10)
+    assert abs(push["token"]) < 1e-10
+    assert push["sequence"] * advantage > 0.01 and push["masked"] * advantage > 0.01
+
+    punishment = soft_overlong_punishment(n, cap, buffer=cap - 1).double()
+    exact = (p * (advantage + punishment - (p * punishment).sum()) * scores).sum()
+    shaped = stop_push(chance, cap, "dapo", advantage, buffer=cap - 1).item()
+    assert shaped == pytest.approx(exact.item(), abs=1e-6) and shaped > 0.01  # shorter, whatever the advantage
+
+
+@pytest.mark.parametrize("loss_type, drift", [("grpo", True), ("dapo", False), ("dr_grpo", False)])
+def test_claim_14_5_a_run_in_which_nothing_rewards_length(loss_type, drift):
+    """30 steps, 20 seeds: 95% intervals of the mean lengths of right and wrong answers, which start at four tokens."""
+    seeds, rows, cap, generator = 20, 64, 16, torch.Generator().manual_seed(0)
+    group = torch.arange(seeds * 8).repeat_interleave(8)
+    u = torch.full((seeds, 2), -math.log(3))
+    weigh = torch.vmap(partial(token_weights, loss_type=loss_type, max_completion_length=cap))
+    for _ in range(30):
+        right = torch.rand(seeds, rows, generator=generator) < 0.5
+        u.requires_grad_()
+        odds = torch.where(right, u[:, :1], u[:, 1:])[..., None]
+        stops = torch.rand(seeds, rows, cap, generator=generator) < odds.sigmoid()
+        mask = stops.int().cumsum(-1) - stops.int() == 0
+        logprobs = torch.where(stops, odds.sigmoid(), 1 - odds.sigmoid()).log().view(-1, cap)
+        advantages = group_advantages(right.float().flatten(), group)[:, None].expand(-1, cap)
+        loss = policy_loss(logprobs, logprobs.detach(), advantages, weigh(mask).view(-1, cap))
+        u = (u - torch.autograd.grad(loss, u)[0] * (cap / 4 if loss_type == "dr_grpo" else 1)).detach()
+    lengths = (1 - (1 - u.sigmoid()) ** cap) / u.sigmoid()
+    mean, error = lengths.mean(0), 1.96 * lengths.std(0) / seeds**0.5
+    if drift:
+        assert mean[0] + error[0] < 2 and mean[1] - error[1] > 7
+    else:
+        assert (mean - 4).abs().max() < 0.5 and error.max() < 0.4
+
+
+# --- 14.7: entropy ----------------------------------------------------------------------------------------------------
+
+
+def covariance(probs, x, y):
+    return (probs * x * y).sum(-1) - (probs * x).sum(-1) * (probs * y).sum(-1)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 8), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_claim_14_7_the_law_in_one_state(seed, vocab_size, natural):
+    generator = torch.Generator().manual_seed(seed)
+    z, rewards = torch.randn(2, vocab_size, generator=generator, dtype=float64)
+    probs = z.softmax(-1)
+    A = rewards - (probs * rewards).sum()
+    step = A if natural else torch.autograd.functional.jacobian(lambda z: (z.softmax(-1) * rewards).sum(), z)
+    slope = entropy_slope(z.log_softmax(-1), A, natural)
+    assert slope.item() == pytest.approx(-covariance(probs, probs.log(), A if natural else probs * A).item(), abs=1e-10)
+    measured = (entropy(z + 1e-5 * step) - entropy(z - 1e-5 * step)) / 2e-5
+    assert measured.item() == pytest.approx(slope.item(), abs=1e-7)
+
+
+def test_claim_14_7_the_sign_is_not_fixed():
+    log_policy = torch.tensor([4.0, 0.0, 0.0], dtype=float64).log_softmax(-1)
+    for natural in (False, True):
+        for rewards, sign in (([0.0, 1.0, 0.0], 1), ([1.0, 0.0, 0.0], -1)):
+            rewards = torch.tensor(rewards, dtype=float64)
+            assert entropy_slope(log_policy, rewards - (log_policy.exp() * rewards).sum(), natural) * sign > 1e-4
+
+
+@pytest.mark.parametrize("natural", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_claim_14_7_on_a_tree_the_plain_step_carries_the_visits(size, natural):
+    policy, tree, rewards, gradient = problem(*size)
+    visits, A = visit_probabilities(tree), exact_values(tree, rewards).a
+    d, H = visits.detach(), entropy(tree.log_policy).detach()
+    step = gradient
+    if natural:
+        fisher = fisher_matrix(leaf_probabilities(tree), score_matrix(tree, [policy.logits]))
+        step = torch.linalg.pinv(fisher, hermitian=True) @ gradient
+    of_states = entropy_slope(tree.log_policy.detach(), A, natural) * (1 if natural else d)
+    through_visits = flat_gradient((visits * H).sum(), [policy.logits]) @ step
+    start, found = policy.logits.detach().clone(), []
+    for sign in (1, -1):
+        policy.logits.data = start + sign * 1e-5 * step.view_as(start)
+        moved = enumerate_tree(policy, size[1], size[2])
+        found.append(torch.cat([entropy(moved.log_policy), sequence_entropy(moved)[None]]).detach())
+    measured = (found[0] - found[1]) / 2e-5
+    assert torch.allclose(measured[:-1], of_states, rtol=0, atol=1e-7)
+    assert measured[-1].item() == pytest.approx(((d * of_states).sum() + through_visits).item(), abs=1e-7)
+    assert abs(through_visits) > 1e-4
+    if not natural:
+        assert not torch.allclose(measured[:-1], of_states / d, rtol=0, atol=1e-4)
+
+
+def trained(epsilon_high=None, coef=0.0, seeds=60, steps=14):
+    """J and entropy [steps, 2, seeds] of a policy whose three most likely answers are wrong and five rare ones right."""
+    right = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1], dtype=float64)
+    logits = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005], dtype=float64).log().repeat(seeds, 1)
+    generator, group, path = torch.Generator().manual_seed(1), torch.arange(seeds).repeat_interleave(64), []
+    for _ in range(steps):
+        probs = logits.softmax(-1)
+        path.append(torch.stack([probs @ right, entropy(logits)]))
+        uniforms = torch.rand(seeds, 64, generator=generator, dtype=float64)
+        ids = torch.searchsorted(probs.cumsum(-1), uniforms).clamp(max=7)
+        advantages = group_advantages(right[ids].flatten(), group).view_as(uniforms)
+        old = logits.log_softmax(-1).gather(1, ids)
+        for _ in range(16):
+            logits.requires_grad_()
+            ratio = importance_ratio(logits.log_softmax(-1).gather(1, ids), old)
+            gain = clipped_surrogate(ratio, advantages, 0.2, epsilon_high).mean(1) + coef * entropy(logits)
+            logits = (logits + torch.autograd.grad(gain.sum(), logits)[0]).detach()
+    return torch.stack(path)
+
+
+def entropy_at(path, level):
+    J, H = path.unbind(1)
+    after = (J >= level).int().argmax(0)[None]
+    assert (after > 0).all()
+    J1, J0, H1, H0 = (x.gather(0, i)[0] for x in (J, H) for i in (after, after - 1))
+    return H0 + (level - J0) / (J1 - J0) * (H1 - H0)
+
+
+def test_claim_14_7_remedies_at_matched_j_and_not_at_equal_steps():
+    """Another seed than the notebook's. Paired 95% intervals over 60 seeds of the entropy left, against the symmetric clip."""
+    symmetric, higher, bonus = trained(), trained(epsilon_high=0.28), trained(coef=0.05)
+    gaps = {}
+    for name, path in (("higher", higher), ("bonus", bonus)):
+        gap = entropy_at(path, 0.7) - entropy_at(symmetric, 0.7)
+        gaps[name] = gap.mean(), 1.96 * gap.std() / len(gap) ** 0.5
+    assert gaps["higher"][0] > gaps["higher"][1] and gaps["higher"][0] < 0.08  # a little
+    assert gaps["bonus"][0] - gaps["bonus"][1] > 0.03
+    assert higher[6, 1].mean() < symmetric[6, 1].mean() - 0.03  # after equal steps the order is the other way round
+    assert bonus[-1, 0].mean() < symmetric[-1, 0].mean()
 
 
 # --- 14.8: granularity ------------------------------------------------------------------------------------------------

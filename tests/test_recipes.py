@@ -214,6 +214,60 @@ def test_soft_overlong_punishment():
             recipes.soft_overlong_punishment(lengths, 6, buffer)
 
 
+# --- tokens of high entropy -------------------------------------------------------------------------------------------
+
+ENTROPIES = torch.tensor([[0.9, 0.1, 0.5, 0.1], [0.5, 0.7, 9.9, math.nan]])
+TWO_ROWS = torch.tensor([[True, True, True, True], [True, True, False, False]])
+
+
+@pytest.mark.parametrize(
+    "quantile, kept",
+    [
+        (1e-6, [[1, 0, 0, 0], [0, 0, 0, 0]]),  # never none
+        (1 / 3, [[1, 0, 0, 0], [0, 1, 0, 0]]),
+        (0.5, [[1, 0, 1, 0], [1, 1, 0, 0]]),  # the third and the fourth tie
+        (5 / 6, [[1, 1, 1, 1], [1, 1, 0, 0]]),
+        (1.0, [[1, 1, 1, 1], [1, 1, 0, 0]]),
+    ],
+)
+def test_top_entropy_by_hand(quantile, kept):
+    assert recipes.top_entropy(ENTROPIES, TWO_ROWS, quantile).int().tolist() == kept
+
+
+@given(
+    st.integers(1, 60).flatmap(lambda n: st.lists(st.integers(0, 9), min_size=n, max_size=n)),
+    st.integers(1, 100),
+    st.randoms(use_true_random=False),
+)
+def test_top_entropy_is_a_threshold_that_splits_no_tie_and_looks_at_no_order(values, percent, random):
+    values = torch.tensor(values, dtype=torch.float32)[None]
+    everything = torch.ones_like(values, dtype=torch.bool)
+    kept = recipes.top_entropy(values, everything, percent / 100)
+    needed = -(-len(values[0]) * percent // 100)  # the ceiling, in integers
+    assert kept.sum() >= needed
+    assert kept.all() or values[kept].min() > values[~kept].max()
+    assert (values > values[kept].min()).sum() < needed  # without the tokens that tie it would be too few
+    order = torch.tensor(random.sample(range(len(values[0])), len(values[0])))
+    assert torch.equal(recipes.top_entropy(values[:, order], everything, percent / 100), kept[:, order])
+
+
+def test_top_entropy_without_tokens_and_without_sense():
+    assert not recipes.top_entropy(ENTROPIES, torch.zeros_like(TWO_ROWS), 0.5).any()
+    assert torch.equal(recipes.top_entropy(torch.zeros(2, 4), TWO_ROWS, 0.2), TWO_ROWS)  # all alike
+    for quantile in (0.0, -1.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=f"quantile is {quantile}"):
+            recipes.top_entropy(ENTROPIES, TWO_ROWS, quantile)
+
+
+def test_entropy_slope_of_a_token_that_cannot_be_written():
+    logits = torch.tensor([1.0, 0.5, -math.inf], dtype=float64)
+    advantages = torch.tensor([0.3, -0.5, 100.0], dtype=float64)
+    for natural in (False, True):
+        slope = recipes.entropy_slope(logits.log_softmax(-1), advantages, natural)
+        expected = recipes.entropy_slope(logits[:2].log_softmax(-1), advantages[:2], natural)
+        assert slope.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
