@@ -1361,7 +1361,7 @@ assert updates["per token, loss", "exact"].variance < updates["per token, loss",
 
 # %% [markdown]
 # Read from below. In the reward, the sum from the token on and the sum over the row are both true, and the first has less
-# noise: what was charged before a token is not its doing. The token's own charge is not enough; it gives the first
+# noise here: what was charged before a token is not its doing. The token's own charge is not enough; it gives the first
 # part of the gradient, states held fixed, and so does $k_2$ in the loss, which is the same estimator.
 # $k_1$ in the loss is noise around zero at any level.
 #
@@ -2967,3 +2967,135 @@ explore(
     ),
     epsilon=widgets.FloatLogSlider(value=0.03, base=10, min=-4, max=-0.6, step=0.1, description="clip range ε"),
 )
+
+# %% [markdown]
+# # Exercises
+#
+# **1. Predict, then run.** A step has four completions of 1, 2, 3 and 10 tokens; the cap is 10, and the last one was cut off.
+# How much does one token of the *second* completion weigh under `grpo`, `dapo` and `dr_grpo`, and under `dapo` when truncated
+# completions are masked? Write four numbers before you run anything.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.loss import token_weights
+from lmrl.policy import length_mask
+
+prediction = None  # [grpo, dapo, dr_grpo, dapo with truncated completions masked]
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.loss import token_weights
+from lmrl.policy import length_mask
+
+prediction = [1 / (4 * 2), 1 / 16, 1 / (4 * 10), 1 / 6]
+
+# %% tags=["check"]
+kept = length_mask(torch.tensor([1, 2, 3, 10]), 10)
+finished = kept & torch.tensor([True, True, True, False])[:, None]
+cases = [(kept, "grpo"), (kept, "dapo"), (kept, "dr_grpo"), (finished, "dapo")]
+found = [token_weights(case, loss_type, 10)[1, 0].item() for case, loss_type in cases]
+assert prediction is not None, "write down a prediction first"
+assert all(abs(a - b) < 1e-6 for a, b in zip(prediction, found, strict=True)), f"they are {found}"
+
+# %% [markdown]
+# **2. The penalty in the reward.** Write the advantages of a REINFORCE step without baseline whose reward is $R$ less $\beta$ times
+# the KL to the reference. Every token is to pay for the KL from itself on and for nothing before it. The check sums over all
+# completions: the mean update must be $\nabla J - \beta \nabla \mathrm{KL}$, and the last token pays for itself alone.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.reinforce import reinforce_terms
+from lmrl.tree import TabularPolicy, enumerate_tree, expectation, flat_gradient, row_gradients, sequence_kl
+from lmrl.trust_region import kl_k1
+from lmrl.variance import leaf_moments
+
+
+def penalised_advantages(rewards, logprobs, ref_logprobs, mask, beta):
+    """The advantage of every token: rewards [B], two [B, T], mask bool [B, T] -> [B, T], without gradient."""
+    raise NotImplementedError
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.reinforce import reinforce_terms
+from lmrl.tree import TabularPolicy, enumerate_tree, expectation, flat_gradient, row_gradients, sequence_kl
+from lmrl.trust_region import kl_k1
+from lmrl.variance import leaf_moments
+
+
+def penalised_advantages(rewards, logprobs, ref_logprobs, mask, beta):
+    """The advantage of every token: rewards [B], two [B, T], mask bool [B, T] -> [B, T], without gradient."""
+    charges = torch.where(mask, kl_k1(logprobs, ref_logprobs), 0.0).detach()
+    from_here = charges.flip(1).cumsum(1).flip(1)
+    return torch.where(mask, rewards[:, None] - beta * from_here, 0.0)
+
+
+# %% tags=["check"]
+for seed in range(3):
+    student, teacher = TabularPolicy(3, 3, seed=seed), TabularPolicy(3, 3, seed=seed + 10)
+    leaves, teacher_leaves = enumerate_tree(student, 3, eos_id=0), enumerate_tree(teacher, 3, eos_id=0)
+    reward, other = (leaves.ids == 1).sum(1).double(), teacher_leaves.logprobs.detach()
+    objective = expectation(leaves, reward) - 0.5 * sequence_kl(leaves, teacher_leaves)
+    oracle = flat_gradient(objective, student.parameters())
+    advantage = penalised_advantages(reward, leaves.logprobs, other, leaves.mask, 0.5)
+    update = row_gradients(reinforce_terms(leaves.logprobs, advantage).sum(1), student.parameters())
+    bias = leaf_moments(leaves, update, oracle).bias.norm() / oracle.norm()
+    assert bias < 1e-10, f"the mean update is off by {bias:.1%} of ∇J - β ∇KL"
+    full = leaves.mask[:, 2]  # completions of three tokens
+    alone = reward[full] - 0.5 * (leaves.logprobs - other)[full, 2].detach()
+    assert torch.allclose(advantage[full, 2], alone), "the last token pays for what was charged before it"
+
+# %% [markdown]
+# **3. Find the bug.** A trainer takes the exact KL over the vocabulary as its penalty, with PyTorch's own function. The numbers
+# look right: zero at the reference, positive elsewhere. But the run settles where the penalty of section 9 would not let it.
+# Hold its gradient against the oracle, and repair it.
+
+# %% tags=["exercise"]
+import torch
+import torch.nn.functional as F
+
+from lmrl.tree import TabularPolicy, enumerate_tree, flat_gradient, visit_probabilities
+from lmrl.trust_region import kl_exact
+
+
+def exact_penalty(logits, ref_logits):
+    """KL(policy || reference) of every state, differentiable in the policy's logits: two [S, V] -> [S]."""
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return F.kl_div(logprobs, ref_logprobs, log_target=True, reduction="none").sum(-1)
+
+
+# %% tags=["solution"]
+import torch
+import torch.nn.functional as F
+
+from lmrl.tree import TabularPolicy, enumerate_tree, flat_gradient, visit_probabilities
+from lmrl.trust_region import kl_exact
+
+
+def exact_penalty(logits, ref_logits):
+    """KL(policy || reference) of every state, differentiable in the policy's logits: two [S, V] -> [S]."""
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return F.kl_div(ref_logprobs, logprobs, log_target=True, reduction="none").sum(-1)  # its *second* argument samples
+
+
+# %% tags=["check"]
+for seed in range(3):
+    student, teacher = TabularPolicy(3, 2, seed=seed), TabularPolicy(3, 2, seed=seed + 10)
+    leaves, anchored = enumerate_tree(student, 2), enumerate_tree(teacher, 2).log_policy.detach()
+    weight = visit_probabilities(leaves).detach()
+    found = flat_gradient((weight * exact_penalty(leaves.log_policy, anchored)).sum(), student.parameters())
+    oracle = flat_gradient((weight * kl_exact(leaves.log_policy, anchored)).sum(), student.parameters())
+    cosine = torch.cosine_similarity(found, oracle, dim=0)
+    assert torch.allclose(found, oracle, rtol=0, atol=1e-10), f"its cosine to the gradient of the KL is {cosine:.3f}"
+
+
+# %% [markdown]
+# # What is still missing
+#
+# Every part of the algorithm has been looked at except the one that all of them take for granted: where the reward comes from is
+# section 15. And the sampler here waits for the trainer, on one machine; what happens to the mismatch when they run at the same
+# time, on many, is section 17.
