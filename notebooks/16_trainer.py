@@ -1380,15 +1380,14 @@ USAGE = "usage: lmrl train|plan [--config FILE.yaml] [options]   (lmrl train --h
 def parse(command: str, arguments: list[str]):
     """The settings of ``command`` from its options, on top of those of ``--config FILE`` (section 16)."""
     tyro = optional_import("tyro", "train")
-    settings, options, files = COMMANDS[command][0], iter(arguments), []
-    rest = []
+    settings, options, files, rest = COMMANDS[command][0], iter(arguments), [], []
     for option in options:
         if option == "--config" or option.startswith("--config="):
             files.append(option.partition("=")[2] or next(options, ""))
         else:
             rest.append("--use-vllm" if option == "--vllm" else option)
-    if len(files) > 1:
-        raise ValueError(f"--config is given {len(files)} times; one file at a time")
+    if len(files) > 1 or files == [""]:
+        raise ValueError("--config takes one file of settings, for example --config configs/dapo.yaml")
     default = read_settings(files[0], settings) if files else settings()
     return tyro.cli(settings, args=rest, prog=f"lmrl {command}", default=default, description=USAGE)
 

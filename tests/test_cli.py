@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lmrl.cli import build_trainer, main
+from lmrl.cli import build_trainer, main, parse, read_settings
 from lmrl.config import TrainConfig
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
 
@@ -167,3 +167,71 @@ def test_an_unknown_option_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", "--learning-rat", "1"])
     assert stop.value.code == 2 and "learning-rat" in capsys.readouterr().err
+
+
+# --- settings from a file -----------------------------------------------------------------------------------------------
+
+
+def settings_file(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    return str(tmp_path / "mine.yaml")
+
+
+def test_a_file_gives_the_defaults_and_options_win(tmp_path):
+    file = settings_file(
+        tmp_path, "loss_type: grpo\nbeta: 1e-2  # text in YAML 1.1\nepsilon_high: null\nnum_iterations: 3\n"
+    )
+    expected = TrainConfig(loss_type="grpo", beta=0.01, num_iterations=5)
+    for option in (["--config", file], [f"--config={file}"]):
+        assert parse("train", [*option, "--num-iterations", "5"]) == expected
+        assert parse("train", ["--num-iterations", "5", *option]) == expected
+    assert parse("train", []) == TrainConfig()
+    assert parse("plan", ["--config", file, "--vllm"]).use_vllm
+
+
+def test_a_run_from_a_file_and_again_from_its_own_settings(tmp_path, capsys):
+    file = settings_file(tmp_path, "advantage_estimator: gae\nscale_rewards: none\n")
+    assert run_cli(tmp_path, capsys, "--config", file, "--name", "first")[0] == 0
+    settings = tmp_path / "runs" / "first" / "config.json"
+    assert json.loads(settings.read_text())["advantage_estimator"] == "gae"
+    assert run_cli(tmp_path, capsys, "--config", str(settings), "--name", "second")[0] == 0
+    curves = [(tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines() for name in ("first", "second")]
+    assert [json.loads(line)["reward"] for line in curves[0]] == [json.loads(line)["reward"] for line in curves[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("loss_typ: grpo", ["no setting 'loss_typ'", "did you mean loss_type?"]),
+        ("epsilon_hihg: 0.3", ["did you mean epsilon_high?"]),
+        ("max_steps: many", ["max_steps is 'many'; expected int"]),
+        ("max_steps: 2.5", ["max_steps is 2.5; expected int"]),
+        ("dynamic_sampling: 1", ["dynamic_sampling is 1; expected bool"]),
+        ("num_iterations: true", ["num_iterations is True; expected int"]),
+        ("beta: high", ["beta is 'high'; expected float"]),
+        ("beta: null", ["beta is None; expected float"]),
+        ("epsilon_high: high", ["epsilon_high is 'high'; expected float or null"]),
+        ("- loss_type", ["holds a list"]),
+        ("a: [", ["is not YAML"]),
+        ("beta: 0.1\nkl_estimator: k1", ["expected gradient of zero"]),
+    ],
+)
+def test_a_faulty_file_is_one_line(text, words, tmp_path, capsys):
+    code, _, err = run_cli(tmp_path, capsys, "--config", settings_file(tmp_path, text))
+    assert_refused(code, err, tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--config", "no/such.yaml"], "No such file or directory: 'no/such.yaml'"),
+        (["--config"], "--config takes one file"),
+        (["--config=a", "--config=b"], "--config takes one file"),
+    ],
+)
+def test_a_file_that_is_not_there_is_one_line(options, words, tmp_path, capsys):
+    assert_refused(*run_cli(tmp_path, capsys, *options)[::2], tmp_path, words)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert read_settings(settings_file(tmp_path, "# nothing\n"), TrainConfig) == TrainConfig()

@@ -49,6 +49,7 @@ from lmrl.trainer import (
     token_budget,
 )
 from lmrl.trust_region import entropy
+from lmrl.values import build_critic
 
 SMALL = TrainConfig(
     max_steps=6,
@@ -90,7 +91,8 @@ def make_trainer(config=SMALL, reward=count_sevens, model_seed=0, dtype=torch.fl
         model, [tokenizer.eos_token_id], tokenizer.pad_token_id, config.max_completion_length, config.temperature
     )
     reference = build_policy(tokenizer, seed=model_seed).to(dtype) if config.beta else None
-    return Trainer(config, model, tokenizer, task, sampler, reference)
+    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    return Trainer(config, model, tokenizer, task, sampler, reference, critic)
 
 
 def parameters(trainer):
