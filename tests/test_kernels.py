@@ -9,10 +9,12 @@ import sys
 import pytest
 import torch
 
-from lmrl.kernels import launch_fold, launch_gradient
+from lmrl.kernels import fold_kernel, gradient_kernel, launch_fold, launch_gradient
 from lmrl.logprobs import OutputHead, fold, fused_logprobs, fused_token_loss, summary, tile_gradient
 
-needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton: it comes with CUDA's torch")
+needs_triton = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="no Triton: it comes with CUDA's torch"
+)
 
 
 def test_without_a_gpu_the_kernels_run_in_the_interpreter():
@@ -71,6 +73,29 @@ def test_interpreted_gradient(width, softcap, with_entropy):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         rounded = launch_gradient(*arguments, **settings, dtype=torch.float16)
         torch.testing.assert_close(rounded, expected.half(), rtol=2e-3, atol=1e-4)
+
+
+@needs_triton
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(dtype):
+    """For compute capability 9.0, as far as machine code."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    common = {"logits": "*fp32", "targets": "*i64", "width": "i32", "BLOCK": "constexpr"}
+    per_row = dict.fromkeys(("entropy", "logsumexp", "d_logprobs", "d_entropy"), "*fp32")
+    gradient = (
+        common | per_row | {"gradient": f"*{dtype}", "factor": "fp32", "bend": "fp32", "HAS_ENTROPY": "constexpr"}
+    )
+    for kernel, signature, constants in (
+        (fold_kernel, common | {"sums": "*fp32", "stride": "i32"}, {"BLOCK": 1024}),
+        (gradient_kernel, gradient, {"BLOCK": 1024, "HAS_ENTROPY": True}),
+        (gradient_kernel, gradient, {"BLOCK": 1024, "HAS_ENTROPY": False}),
+    ):
+        source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
+        assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 @pytest.mark.gpu
