@@ -14,9 +14,9 @@
 # %% [markdown]
 # # 16. The complete machine
 #
-# **The question.** Every part exists: a policy and its sampler (section 1), group advantages (6), KL and entropy (9),
-# the clipped surrogate (10), tensors, masks and weights (11), loaded models (12), tied groups (13), tasks and verifiers
-# (15). What is the loop that makes a language model learn from them, and how does one see that it does?
+# **The question.** Every part exists: a policy and its sampler (section 1), group advantages (6), a critic (7 and 8), KL and
+# entropy (9), the clipped surrogate (10), tensors, masks and weights (11), loaded models (12), tied groups (13), the choices
+# that make a recipe (14), tasks and verifiers (15). What is the loop that makes a language model learn from them, and how does one see that it does?
 #
 # One pass through the loop is a chain of functions. Each takes what it needs and returns something new; only the last
 # one changes the world:
@@ -24,8 +24,9 @@
 # $$\text{prompts} \to \text{rollouts} \to \text{rewards} \to \text{advantages} \to \text{loss} \to \text{step} \to
 # \text{metrics}.$$
 #
-# The algorithm is GRPO (Shao et al., 2024) in the form that the previous sections derived: a group mean as the
-# baseline, the clipped ratio, and a loss in which every token of the step weighs the same.
+# The default is GRPO (Shao et al., 2024) in the form that the previous sections derived: a group mean as the baseline, the
+# clipped ratio, and a loss in which every token of the step weighs the same. The other recipes, from REINFORCE to PPO with
+# its critic, go through the same loop. They are section 14's choices, and here each choice is a setting.
 
 # %%
 import difflib
@@ -44,6 +45,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 import torch
@@ -81,6 +83,7 @@ from lmrl.policy import (
 from lmrl.ppo import value_clipped, value_loss
 from lmrl.recipes import (
     RATIOS,
+    RECIPES,
     batch_std,
     check_recipe,
     clip_flags,
@@ -241,7 +244,8 @@ class TrainConfig:
 
 
 # %% [markdown]
-# A setting that cannot work is refused before anything is loaded, with the number and the way out. The trainer asks too.
+# A setting that cannot work is refused before anything is loaded, with the number and the way out; so are settings that
+# contradict each other (section 14). The trainer asks too.
 
 
 # %% tags=["export:config"]
@@ -1060,6 +1064,29 @@ def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] |
     return figure
 
 
+def recipe_curves(rewards: dict[str, list[list[float]]], columns: int = 4) -> Figure:
+    """The reward of every step, smoothed, one panel per recipe with a line per run; behind them the means of the others."""
+    rows = math.ceil(len(rewards) / columns)
+    figure, axes = new_figure(rows, columns, height=1.5 * rows + 0.3, sharex=True, sharey=True, squeeze=False)
+    curves = {name: [running_mean(run) for run in runs] for name, runs in rewards.items()}
+    means = {name: [sum(step) / len(step) for step in zip(*runs)] for name, runs in curves.items()}
+    for axis, name in itertools.zip_longest(axes.flat, rewards):
+        if name is None:
+            axis.set_axis_off()
+            continue
+        for mean in means.values():
+            axis.plot(range(1, len(mean) + 1), mean, color="0.85", linewidth=0.8)
+        for run in curves[name]:
+            axis.plot(range(1, len(run) + 1), run, color=COLORS["reward"], linewidth=1.2, alpha=0.9)
+        axis.set_title(name, fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("reward")
+    for column in axes.T:
+        [axis for axis in column if axis.axison][-1].tick_params(labelbottom=True)
+        [axis for axis in column if axis.axison][-1].set_xlabel("step")
+    return figure
+
+
 def running_mean(values: list[float], width: int = 15) -> list[float]:
     """Mean of up to ``width`` latest values at each step."""
     windows = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
@@ -1203,6 +1230,21 @@ show(
     "groups, and the share of clipped tokens and the KL, both small and falling with the learning rate.",
 )
 assert max(record["ratio_error"] for record in records) == 0.0
+
+# %% [markdown]
+# PPO is the same trainer with other settings, a reference for the KL in its reward, and a critic. The first update changes
+# nothing else: its advantages come from `gae` (section 8), its ratios from the same pass.
+
+# %%
+ppo = replace(config, **RECIPES["ppo"].settings)
+critic, reference = build_critic(model), load_reference(model)
+trainer = Trainer(ppo, model, tokenizer, task, sampler, reference, critic)
+for _ in range(3):
+    metrics = trainer.step()
+    print(
+        {name: round(metrics[name], 4) for name in ("reward", "value_loss", "kl_ref", "ratio_error", "clip_fraction")}
+    )
+    assert metrics["ratio_error"] < 1e-5
 
 # %% [markdown]
 # ## The command line
@@ -1365,8 +1407,17 @@ def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
 
 
 # %%
-dapo = read_settings("../configs/dapo.yaml", TrainConfig) if Path("../configs").exists() else None
-print(dapo)
+with TemporaryDirectory() as place:
+    file = Path(place) / "mine.yaml"
+    file.write_text("advantage_estimator: leave_one_out\nscale_rewards: none\n")
+    print(read_settings(file, TrainConfig).advantage_estimator)
+    file.write_text("advantage_estimater: leave_one_out\n")
+    try:
+        read_settings(file, TrainConfig)
+    except ValueError as error:
+        print(str(error).rpartition("/")[2])
+    else:
+        raise AssertionError("an unknown name was taken")
 
 # %% [markdown]
 # Both commands by name, and what ends them:
@@ -1413,5 +1464,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 # %% [markdown]
-# **What is still missing.** The critic of PPO, resuming a run, a check of the set-up before it starts and the vLLM
-# engine are not here yet; later parts of this section and section 14 bring them. Section 17 leaves the single machine.
+# **What is still missing.** A run cannot be resumed, and nothing checks the set-up before an expensive one starts; later parts
+# of this section bring both. Section 17 leaves the single machine.

@@ -1213,3 +1213,60 @@ def test_the_check_sees_the_fault(fault, request, monkeypatch):
 @pytest.mark.parametrize("check", {repr(fault.check): fault.check for fault in FAULTS}.values(), ids=str)
 def test_the_check_passes_without_a_fault(check, request):
     check.bound(request)()
+
+
+# --- the recipes' settings in the trainer -------------------------------------------------------------------------------
+
+PPO = "test_trainer_recipes.py::test_ppo_is_gae_and_the_value_loss_written_out"
+
+
+@planted("lmrl.trainer.completion_advantages",
+         "test_trainer_recipes.py::test_the_kl_in_the_reward_is_taken_from_the_whole_completion_before_the_baseline")  # fmt: skip
+def drift_from_the_reference_is_paid_for(completion_advantages):
+    return edited(completion_advantages, "kl_k1(rollouts.old_logprobs, rollouts.ref_logprobs)", "kl_k1(rollouts.ref_logprobs, rollouts.old_logprobs)")  # fmt: skip
+
+
+@planted("lmrl.trainer.token_advantages", PPO, settings={})
+def a_truncated_row_gets_its_reward_and_bootstraps(token_advantages):
+    return edited(token_advantages, "None if bootstrap is None else rollouts.truncated", "None")
+
+
+@planted("lmrl.trainer.token_advantages", PPO, settings={})
+def truncated_rows_end_like_finished_ones(token_advantages):
+    return edited(token_advantages, "gamma=config.gamma, lam=lam, bootstrap=bootstrap", "gamma=config.gamma, lam=lam")
+
+
+@planted("lmrl.trainer.critic_pass", PPO, settings={})
+def the_critics_loss_is_a_mean_of_its_micro_batch(critic_pass):
+    return edited(critic_pass, "(weights * losses).sum()", "losses.mean()")
+
+
+@planted("lmrl.trainer.finish", "test_trainer_recipes.py::test_endings_fill_what_was_left_and_no_more")
+def endings_longer_than_what_was_left(finish):
+    return edited(finish, "text[: config.max_completion_length]", "text")
+
+
+@planted(
+    "lmrl.trainer.weighted_loss", "test_trainer_recipes.py::test_the_entropy_bonus_has_the_gradient_of_the_entropy"
+)
+def entropy_punished(weighted_loss):
+    return edited(weighted_loss, "loss - config.entropy_coef", "loss + config.entropy_coef")
+
+
+@planted(
+    "lmrl.trainer.Trainer.prepare", "test_trainer_recipes.py::test_only_tokens_of_high_entropy_keep_their_advantage"
+)
+def tokens_of_low_entropy_trained(prepare):
+    return edited(prepare, "rollouts.advantages * chosen", "rollouts.advantages * ~chosen")
+
+
+@planted("lmrl.trainer.Trainer.gather",
+         "test_trainer_recipes.py::test_dynamic_sampling_reports_what_was_drawn_and_trains_on_what_is_mixed")  # fmt: skip
+def metrics_of_the_mixed_groups_alone(gather):
+    return edited(gather, "return examples, batch.drawn,", "return examples, batch.rollouts,")
+
+
+@planted("lmrl.trainer.rows_with_gradient",
+         "test_trainer_recipes.py::test_rows_without_gradient_may_be_left_out_whatever_the_settings", name="critic")  # fmt: skip
+def the_critic_skips_rows_without_advantage(rows_with_gradient):
+    return edited(rows_with_gradient, 'config.advantage_estimator == "gae"', "False")

@@ -46,6 +46,12 @@ def prepared(trainer, seed=0):
     return trainer.prepare(rollouts, chosen, Stopwatch())
 
 
+def all_parameters(trainer):
+    """Those of the policy and of the critic, if there is one."""
+    critic = [] if trainer.critic is None else [p.detach().flatten() for p in trainer.critic.parameters()]
+    return torch.cat([parameters(trainer), *critic])
+
+
 def gradient(module):
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()]
@@ -409,8 +415,7 @@ def test_accumulation_changes_nothing_whatever_the_settings(name):
         trainer.config = replace(trainer.config, per_device_train_batch_size=size)
         metrics = trainer.update(prepared(trainer))
         metrics.pop("padding")
-        critic = [] if trainer.critic is None else [p.detach().flatten() for p in trainer.critic.parameters()]
-        results.append((torch.cat([parameters(trainer), *critic]), untimed(metrics)))
+        results.append((all_parameters(trainer), untimed(metrics)))
     for weights, metrics in results[1:]:
         assert torch.allclose(weights, results[0][0], rtol=0, atol=1e-9)
         assert metrics == pytest.approx(results[0][1], rel=1e-5, abs=1e-9)
@@ -426,7 +431,7 @@ def test_rows_without_gradient_may_be_left_out_whatever_the_settings(name, monke
         rollouts = prepared(trainer)
         tied = rollouts.group[:, None] % 2 == 0
         trainer.update(replace(rollouts, advantages=torch.where(tied, 0.0, rollouts.advantages)))
-        results.append(parameters(trainer))
+        results.append(all_parameters(trainer))
     assert torch.allclose(*results, rtol=0, atol=1e-9)
 
 
