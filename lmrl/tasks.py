@@ -16,7 +16,9 @@ from lmrl.policy import (
     addition_reward,
     is_number,
 )
-from lmrl.rewards import RewardFunction
+from lmrl.rewards import (
+    RewardFunction,
+)
 
 __all__ = [
     "Example",

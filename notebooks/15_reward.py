@@ -20,8 +20,11 @@
 # Sometimes somebody can write it down. The sum of two numbers, a proof that a checker accepts, code that passes its
 # tests: there $R$ is a program, a **verifier**, and it means what it says. For "is this a good answer?" there is no
 # program, only people who prefer one answer to another; a network can be fitted to their choices, and then $R$ has errors
-# that the policy will find. This section's first half, which is all that is here today, is about the first kind: what a
-# reward function looks like, what it may say, and how prompts and verifiers become a task.
+# that the policy will find.
+#
+# The first half of this section is about the first kind: what a reward function may say, how to read an answer, how to
+# run a checker that one does not trust, and how prompts and verifiers become a task. The second half is about the second
+# kind: fitting $R$ to comparisons, what happens when it is optimised too hard, and how to do without it.
 
 # %%
 import ast
@@ -30,10 +33,12 @@ import importlib.util
 import math
 import numbers
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -168,17 +173,18 @@ assert group_advantages(rewards.nan_to_num(0.0), group, scale="none").tolist() =
 
 
 # %% tags=["export"]
-def score_completions(
+def checked_scores(
     reward: RewardFunction, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> tuple[Tensor, Tensor]:
-    """Rewards float32 ``[B]``, NaN where the function returned None, and graded bool ``[B]`` (section 15).
+) -> list[float | None]:
+    """What ``reward`` returns for B completions: B finite numbers or Nones; RewardError for anything else (section 15).
 
-    Calls ``reward(prompts=prompts, completions=completions, **columns)``; all are lists of length B. True and False count
-    as 1 and 0. Raises RewardError when the function raises, or returns something else than B finite numbers or Nones.
+    Calls ``reward(prompts=prompts, completions=completions, **columns)``; all are lists of length B.
     """
-    name = getattr(reward, "__name__", type(reward).__name__)
+    name = reward_name(reward)
     try:
         scores = reward(prompts=prompts, completions=list(completions), **columns)
+    except RewardError:  # one function inside another has said it already
+        raise
     except (Exception, SystemExit) as error:
         arguments = ", ".join(f"{argument}=…" for argument in ("prompts", "completions", *columns))
         raise RewardError(
@@ -194,14 +200,30 @@ def score_completions(
             f"reward function {name} returned {len(scores)} rewards for {len(completions)} completions; return one for "
             "each, in order, with None for those that cannot be graded"
         )
-    graded = torch.tensor([score is not None for score in scores], dtype=torch.bool)
     for score, completion in zip(scores, completions, strict=True):
         if not is_reward(score):
             raise RewardError(
                 f"reward function {name} returned {repr(score)[:60]} for the completion {completion[:60]!r}; "
                 "a reward is a finite number, or None if the completion cannot be graded"
             )
-    return torch.tensor([math.nan if score is None else float(score) for score in scores]), graded
+    return [None if score is None else float(score) for score in scores]
+
+
+def score_completions(
+    reward: RewardFunction, prompts: list[str], completions: list[str], columns: dict[str, list]
+) -> tuple[Tensor, Tensor]:
+    """Rewards float32 ``[B]``, NaN where the function returned None, and graded bool ``[B]`` (section 15).
+
+    True and False count as 1 and 0. Raises RewardError as `checked_scores`.
+    """
+    scores = checked_scores(reward, prompts, completions, columns)
+    graded = torch.tensor([score is not None for score in scores], dtype=torch.bool)
+    return torch.tensor([math.nan if score is None else score for score in scores]), graded
+
+
+def reward_name(reward: RewardFunction) -> str:
+    """What a reward function is called in messages and metrics (section 15)."""
+    return getattr(reward, "__name__", type(reward).__name__)
 
 
 def is_reward(score) -> bool:
@@ -238,6 +260,154 @@ for wrong in (
         print(error)
     else:
         raise AssertionError("this reward function is wrong")
+
+# %% [markdown]
+# ## Several rewards at once
+#
+# The right answer is worth 1, the asked-for form 0.2: two functions and a weighted sum. The sum is again a reward function.
+# If one of them says `None` it has no opinion, and the others decide; only if all say `None` is the completion not graded.
+
+
+# %% tags=["export"]
+class WeightedRewards:
+    """The weighted sum of several reward functions, itself a reward function (section 15).
+
+    ``weights`` has one number per function, 1.0 each if None. A function that returns None for a completion is left out of
+    its sum; None only if all are. ``metrics`` holds, after each call, the mean of every part over what it graded and the
+    parts' own metrics. Raises ValueError for no function, or another number of weights, or weights that are not finite.
+    """
+
+    def __init__(self, rewards: list[RewardFunction], weights: list[float] | None = None):
+        weights = [1.0] * len(rewards) if weights is None else list(weights)
+        if len(weights) != len(rewards) or not rewards:
+            raise ValueError(f"{len(rewards)} reward functions and {len(weights)} weights; give one weight for each")
+        if not all(math.isfinite(weight) for weight in weights):
+            raise ValueError(f"the weights {weights} of the rewards are not all finite numbers")
+        self.rewards, self.weights, self.metrics = list(rewards), weights, {}
+        self.__name__ = " + ".join(f"{w:g}*{reward_name(reward)}" for w, reward in zip(weights, rewards, strict=True))
+
+    def __call__(self, prompts, completions, **columns):
+        parts = [checked_scores(reward, prompts, completions, columns) for reward in self.rewards]
+        self.metrics = {}
+        for reward, scores in zip(self.rewards, parts, strict=True):
+            known = [score for score in scores if score is not None]
+            if known:
+                self.metrics[f"reward/{reward_name(reward)}"] = sum(known) / len(known)
+            self.metrics |= getattr(reward, "metrics", {})
+        return [self.weigh(scores) for scores in zip(*parts, strict=True)]
+
+    def weigh(self, scores: tuple[float | None, ...]) -> float | None:
+        """The weighted sum of the scores that are not None; None if all are."""
+        known = [weight * score for weight, score in zip(self.weights, scores, strict=True) if score is not None]
+        return sum(known) if known else None
+
+
+# %%
+both = WeightedRewards(
+    [
+        addition_reward,
+        lambda completions, **_: [None if text == "" else float(is_number(text)) for text in completions],
+    ],
+    weights=[1.0, 0.2],
+)
+right = problem.answer
+assert both(prompts=[""] * 4, completions=[right, "7", "7=", ""], answer=[right] * 4) == [1.2, 0.2, 0.0, 0.0]
+assert both.weigh((None, 1.0)) == 0.2 and both.weigh((None, None)) is None
+
+# %% [markdown]
+# ## Reading an answer
+#
+# A verifier compares, but first it has to find the answer in the text. The simplest way is to allow nothing else: equal
+# texts, apart from white space at the ends. A format can be asked for with a regular expression, which must match the whole
+# completion.
+
+
+# %% tags=["export"]
+def exact_match(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float]:
+    """1.0 where the completion is the answer, apart from white space around it, else 0.0 (section 15)."""
+    return [float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)]
+
+
+def format_match(pattern: str) -> RewardFunction:
+    """A reward of 1.0 where the regular expression ``pattern`` matches the whole completion, else 0.0 (section 15).
+
+    The dot matches line breaks too. Raises ValueError for a pattern that is not one.
+    """
+    try:
+        expression = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"the format {pattern!r} is not a regular expression: {error}") from error
+
+    def format_match(prompts, completions, **columns):
+        return [float(expression.fullmatch(text) is not None) for text in completions]
+
+    return format_match
+
+
+# %%
+tagged = format_match(r"<think>.*</think>\s*<answer>[^<]*</answer>")
+assert tagged([""] * 2, ["<think>2\n+ 2</think> <answer>4</answer>", "<answer>4</answer>"]) == [1.0, 0.0]
+
+# %% [markdown]
+# Numbers in running text need more care, and the usual short patterns get something wrong: they take a lone comma for a
+# number, they drop a minus sign and accept 3 for −3, or they look at the last few characters only. Our rule: if the text
+# has the mark `####`, as the solutions of GSM8K do, the first number after the last mark counts, otherwise the last number of the text.
+# A number may have commas between groups of three digits, decimals, an exponent, or be a fraction; a dollar or another
+# currency may stand before it. A minus before it is a sign, unless what it follows makes it a subtraction (`10 - 3`), a
+# range or a hyphen.
+
+
+# %% tags=["export"]
+NUMBER = re.compile(
+    r"(?P<minus>(?<![\w)\]}])(?<![\d)\]}] )[-−–] ?)?(?:[$€£¥] ?(?P<inner_minus>[-−–])?)?"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?P<exponent>[eE][+-]?\d{1,2}(?!\d))?(?:/(?P<below>\d+))?"
+)
+LONGEST_NUMBER = 400  # characters; more of them is no answer, and slow to compute with
+
+
+def number_value(match: re.Match) -> Fraction | None:
+    """The value of a match of NUMBER; None for a division by zero, or more than LONGEST_NUMBER characters (section 15)."""
+    if len(match[0]) > LONGEST_NUMBER or int(match["below"] or 1) == 0:
+        return None
+    value = Fraction(match["digits"].replace(",", "") + (match["exponent"] or "")) / int(match["below"] or 1)
+    return -value if match["minus"] or match["inner_minus"] else value
+
+
+def extract_number(text: str) -> Fraction | None:
+    """The number that ``text`` answers with: the first after the last ``####``, else its last one; None without (section 15).
+
+    Exact: "1,000", "-3", "$80,000", "- 1/2", "72.0", ".5" and "6e23" are read as what they say.
+    """
+    _, mark, rest = text.rpartition("####")
+    values = [value for match in NUMBER.finditer(rest) if (value := number_value(match)) is not None]
+    return values[0 if mark else -1] if values else None
+
+
+def number_match(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float | None]:
+    """1.0 where the completion's number (`extract_number`) is the answer's, else 0.0; None if the answer has none (section 15)."""
+    right = [extract_number(str(text)) for text in answer]
+    found = [extract_number(text) for text in completions]
+    return [None if b is None else float(a == b) for a, b in zip(found, right, strict=True)]
+
+
+# %%
+for text, number in {
+    "The total is 72 clips, altogether.": 72,
+    "#### 1,000": 1000,
+    "#### -3": -3,
+    "That is $80,000, so": 80000,
+    "- 1/2": Fraction(-1, 2),
+    "72.0": 72,
+    "3.": 3,
+    "#### 42" + " and 7 more words" * 30: 42,
+    "10 - 3": 3,
+    "10 - 3 = 7": 7,
+    "": None,
+    ",": None,
+}.items():
+    assert extract_number(text) == number, text
+assert number_match([""] * 3, ["3", "It is 1,000.", "6/8"], answer=["-3", "#### 1000", "0.75"]) == [0.0, 1.0, 1.0]
+
 
 # %% [markdown]
 # A reward of one's own is a Python function in a file, named as `path/to/file.py:function`.

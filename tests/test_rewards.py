@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import strategies as st
 
 from lmrl.baselines import group_advantages
 from lmrl.policy import addition_reward
-from lmrl.rewards import RewardError, load_reward, score_completions
+from lmrl.rewards import (
+    RewardError,
+    WeightedRewards,
+    exact_match,
+    extract_number,
+    format_match,
+    load_reward,
+    number_match,
+    score_completions,
+)
 
 PROMPTS, TEXTS = ["1+2=", "1+2=", "2+2="], ["3", "4", "4"]
 COLUMNS = {"answer": ["3", "3", "4"]}
@@ -214,3 +224,167 @@ def test_reward_file_that_raises(reward_file, text):
     with pytest.raises(ValueError, match=r"reward file .*my_rewards.py raised \w+: ") as caught:
         load_reward(f"{reward_file}:length")
     assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ several at once
+
+
+def column(*scores):
+    def reward(completions, **_):
+        return list(scores)
+
+    return reward
+
+
+def test_pitfall_11_one_function_abstains_and_the_sum_is_that_of_the_others():
+    reward = WeightedRewards([column(1.0, None, None), column(0.5, 0.5, None), column(0, 3, None)], [1.0, 0.2, -1.0])
+    values, graded = score(reward)
+    assert values[:2].tolist() == pytest.approx([1.1, -2.9]) and values[2].isnan()
+    assert graded.tolist() == [True, True, False]
+
+
+def test_weights_default_to_one_and_columns_reach_every_part():
+    seen = []
+
+    def other(prompts, completions, answer, level):
+        seen.append((prompts, completions, answer, level))
+        return [1.0] * 3
+
+    columns = COLUMNS | {"level": [1, 2, 3]}
+    assert score(WeightedRewards([addition_reward, other]), columns)[0].tolist() == [2.0, 1.0, 2.0]
+    assert seen == [(PROMPTS, TEXTS, COLUMNS["answer"], [1, 2, 3])]
+
+
+def test_metrics_are_the_means_of_what_each_part_graded():
+    half, silent = column(1.0, None, 0.0), column(None, None, None)
+    half.__name__, silent.__name__ = "half", "silent"
+    half.metrics = {"timeouts": 3}
+    reward = WeightedRewards([half, silent, addition_reward])
+    score(reward)
+    assert reward.metrics == {"reward/half": 0.5, "reward/addition_reward": pytest.approx(2 / 3), "timeouts": 3}
+    assert reward.__name__ == "1*half + 1*silent + 1*addition_reward"
+
+
+@given(
+    st.lists(st.lists(st.none() | st.floats(-9, 9), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_the_sum_is_over_what_is_there_whatever_the_order(parts, random):
+    weights = [random.uniform(-2, 2) for _ in parts]
+    order = random.sample(range(len(parts)), len(parts))
+    rewards = [column(*part) for part in parts]
+    values, graded = score(WeightedRewards(rewards, weights))
+    shuffled = WeightedRewards([rewards[i] for i in order], [weights[i] for i in order])
+    torch.testing.assert_close(score(shuffled)[0], values, equal_nan=True)
+    for row, known in enumerate(zip(*parts, strict=True)):
+        assert graded[row] == any(value is not None for value in known)
+        if graded[row]:
+            terms = [w * v for w, v in zip(weights, known, strict=True) if v is not None]
+            assert values[row].item() == pytest.approx(sum(terms), rel=1e-5, abs=1e-5)
+
+
+def test_an_error_names_the_part_not_the_sum():
+    def broken(**_):
+        raise KeyError("level")
+
+    assert message(WeightedRewards([addition_reward, broken])).startswith("reward function broken raised KeyError")
+    assert "function reward returned 1 rewards for 3 completions" in message(WeightedRewards([column(1.0)]))
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [math.nan, 1.0], [math.inf, 1.0]])
+def test_weights_that_do_not_fit(weights):
+    with pytest.raises(ValueError, match="weights"):
+        WeightedRewards([addition_reward, exact_match], weights)
+    with pytest.raises(ValueError, match="0 reward functions"):
+        WeightedRewards([])
+
+
+# -------------------------------------------------------------------------------------------------- reading answers (13)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The total is 72 clips, altogether.", 72),
+        ("#### 1,000", 1000),
+        ("#### -3", -3),
+        ("$80,000, so", 80000),
+        ("- 1/2", Fraction(-1, 2)),
+        ("72.0", 72),
+        ("3.", 3),
+        ("#### 42" + "x" * 500, 42),
+        ("#### 42 " + "and 7 more. " * 50, 42),
+        ("", None),
+        (",", None),
+        ("no number, at all - none.", None),
+        ("#### none, though 3 was mentioned", 3),
+        ("3 #### none", None),
+        ("#### 1 #### 2", 2),
+        ("-$80.50", Fraction(-161, 2)),
+        ("$-80.50", Fraction(-161, 2)),
+        ("\u22123", -3),
+        ("10 - 3", 3),
+        ("10-3", 3),
+        ("(4) - 3", 3),
+        ("between 3-5", 5),
+        ("GPT-4", 4),
+        ("x = -5", -5),
+        ("x=-5", -5),
+        ("5\n-3", -3),
+        ("12,345,678.25", Fraction(4938271300, 400)),
+        ("1,2", 2),
+        ("1,0000", 0),
+        (".5", Fraction(1, 2)),
+        ("6e23", 6 * 10**23),
+        ("1e-2", Fraction(1, 100)),
+        ("1/0", None),
+        ("2 and 1/0", 2),
+        ("0.1", Fraction(1, 10)),
+        ("€5", 5),
+        ("50%", 50),
+        ("1.2.3", 3),
+        ("9" * 10_000, None),
+        ("1e999999999", 999999999),
+    ],
+)
+def test_pitfall_13_number_extraction(text, number):
+    assert extract_number(text) == number
+
+
+@given(st.text(alphabet="0123456789,.-/$#eE+ (x\n", max_size=60) | st.text(max_size=60))
+def test_any_text_is_a_number_or_none(text):
+    assert extract_number(text) is None or isinstance(extract_number(text), Fraction)
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "so it is {:,}.", "#### {:,} of 5 or -6", "${}", "= {}"]))
+def test_a_written_number_is_read(number, form):
+    assert extract_number(form.format(number)) == number
+
+
+def test_a_long_text_of_marks_and_digits_is_read_quickly():
+    assert extract_number("#### 1,111 " * 20_000) == 1111
+    assert extract_number("1," * 20_000) == 1
+    assert extract_number("-" * 20_000 + "7") == -7
+
+
+def test_number_match_is_exact_and_says_when_it_cannot_grade():
+    values, graded = score_completions(
+        number_match, [""] * 4, ["-3", "3", "0.3333", "4"], {"answer": ["#### -3", -3, "1/3", "four"]}
+    )
+    assert values[:3].tolist() == [1.0, 0.0, 0.0] and graded.tolist() == [True, True, True, False]
+
+
+def test_exact_match_ignores_white_space_around_only():
+    assert exact_match([""] * 4, [" 46\n", "4 6", "046", "46"], answer=["46", "46", "46", 46]) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_format_match_takes_the_whole_completion_and_line_breaks():
+    reward = format_match("<a>.*</a>")
+    assert score_completions(reward, [""] * 4, ["<a>\n1\n</a>", "<a></a>", " <a></a>", "<a></a>x"], {})[0].tolist() == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+    with pytest.raises(ValueError, match=r"the format '\(' is not a regular expression"):
+        format_match("(")
