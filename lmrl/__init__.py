@@ -19,6 +19,7 @@
     models        12. The four models in the room
     signal        13. Why RL lives in post-training
     recipes       14. Where the textbook bends
+    mismatch      14. Where the textbook bends
     vllm_rollout  14. Where the textbook bends
     rewards       15. What we have not asked yet
     tasks         15. What we have not asked yet
@@ -54,6 +55,7 @@ __all__ = [
     "models",
     "signal",
     "recipes",
+    "mismatch",
     "vllm_rollout",
     "rewards",
     "tasks",

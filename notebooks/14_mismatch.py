@@ -1884,6 +1884,148 @@ explore(
 
 # %% [markdown]
 # # Part 6. On-policy in name
+#
+# The completions are written by one program and scored by another. Both hold the same weights. Do they hold the same policy?
+#
+# They add the same numbers in another order, in other kernels, perhaps in another precision, and so they disagree about every
+# probability a little. Call the sampler's policy $\mu$ and the trainer's $\pi$. Every sampled token has a **gap**
+#
+# $$\Delta_t = \log\pi(a_t \mid s_t) - \log\mu(a_t \mid s_t) .$$
+#
+# $\pi$ is scored before the first step on the batch, so $\Delta$ has nothing to do with section 10's ratio, which says how far
+# the steps have moved $\pi$. That ratio is exactly 1 at first and hides the gap: the textbook's "on-policy" is $\Delta = 0$, and it
+# never is.
+
+
+# %% tags=["export:mismatch"]
+def sampler_gap(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Δ = log π - log μ of the tokens that μ sampled, 0 where the mask is False: three [B, T] -> [B, T], no gradient.
+
+    `old_logprobs` are the trainer's before its first step, `sampler_logprobs` those returned with the tokens; mask bool.
+    At least float32 (float64 stays). Raises ValueError if the shapes differ. Section 14.
+    """
+    return torch.where(mask, log_ratio(old_logprobs.detach(), sampler_logprobs.detach()), 0.0)
+
+
+# %% [markdown]
+# ## What can be corrected
+#
+# The samples are from $\mu$, and the gradient is wanted under $\pi$. Section 10 has the remedy, with $\mu$ in the place of
+# $\pi_{\text{old}}$: weigh by the ratio. For a completion it is the product over its tokens, and the estimate is unbiased:
+#
+# $$w = \frac{\pi(\tau)}{\mu(\tau)} = \exp\Big(\sum_t \Delta_t\Big), \qquad
+# \mathbb{E}_{\mu}[w] = 1, \qquad
+# \mathbb{E}_{\mu}\big[w\, A\, \nabla\log\pi(\tau)\big] = \nabla J .$$
+#
+# The price is also known, its variance. So the weights are bounded by a cap $C$. Two questions, two answers each, four modes:
+#
+# | | above $C$: the weight becomes $C$ | above $C$: the weight becomes 0 |
+# |---|---|---|
+# | a weight per token, $e^{\Delta_t}$ | `token_truncate` | `token_mask` |
+# | one for the completion, $e^{\sum_t \Delta_t}$ | `sequence_truncate` | `sequence_mask` |
+#
+# The weights are data: computed once per batch, without gradient, they multiply the advantages. They are never negative,
+# so the signs on which the clip depends stay as they are.
+
+
+# %% tags=["export:mismatch"]
+def truncate_above(ratio: Tensor, cap: float) -> Tensor:
+    """min(ratio, cap), any shape. Section 14."""
+    return ratio.clamp(max=cap)
+
+
+def mask_above(ratio: Tensor, cap: float) -> Tensor:
+    """The ratio where it is at most `cap`, else 0, any shape. Section 14."""
+    return torch.where(ratio > cap, 0.0, ratio)
+
+
+CORRECTION_MODES = {
+    "token_truncate": ("token", truncate_above),
+    "token_mask": ("token", mask_above),
+    "sequence_truncate": ("sequence", truncate_above),
+    "sequence_mask": ("sequence", mask_above),
+}
+
+
+def correction_weights(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: str = "sequence_mask", cap: float = 3.0
+) -> Tensor:
+    """Weights that turn advantages of the sampler's tokens into the trainer's: three [B, T] -> [B, T], no gradient.
+
+    π/μ of the token or of the completion, a row of `CORRECTION_MODES`, bounded at `cap`; 1 where mask, bool, is False. At
+    least float32 (float64 stays). A NaN stays where the mask is True and only there. ValueError for an unknown mode, a cap
+    that is not above 0, or shapes that differ. Section 14; names and defaults are TRL's. Yao et al., 2025 (token_truncate).
+    """
+    if mode not in CORRECTION_MODES or not cap > 0:
+        raise ValueError(
+            f"mode is {mode!r} and cap {cap}; choose from {', '.join(CORRECTION_MODES)}, and a cap above 0"
+        )
+    level, bound = CORRECTION_MODES[mode]
+    gap = sampler_gap(old_logprobs, sampler_logprobs, mask)
+    if level == "sequence":
+        gap = gap.sum(-1, keepdim=True)
+    return torch.where(mask, bound(gap.exp(), cap), 1.0)
+
+
+# %% [markdown]
+# Two completions, the second of one token:
+
+# %%
+gaps = torch.tensor([[0.5, 1.0, -0.1], [-0.2, 0.0, 0.0]])
+kept = length_mask(torch.tensor([3, 1]), 3)
+for mode in CORRECTION_MODES:
+    weights = correction_weights(gaps, torch.zeros(2, 3), kept, mode, cap=2.0)
+    print(f"{mode:17}", [[round(w, 3) for w in row] for row in weights.tolist()])
+assert weights.tolist() == [[0, 0, 0], [gaps[1, 0].exp().item(), 1, 1]]
+
+# %% [markdown]
+# ## What to watch
+#
+# Five numbers per step. With $n$ tokens and $N$ completions in a batch:
+#
+# | metric | definition | what it says |
+# |---|---|---|
+# | `mismatch/ratio_geometric` | $\exp\big(\tfrac1n \sum \Delta\big)$ over tokens | $\exp$ of minus the KL$(\mu \,\|\, \pi)$ per token: 1 only if they agree |
+# | `mismatch/ratio_arithmetic` | $\tfrac1n \sum e^{\Delta}$ over tokens | 1 on average, *whatever* $\pi$ is |
+# | `mismatch/delta_mean`, `delta_max` | mean and largest $\lvert\Delta\rvert$ | size and tail |
+# | `mismatch/ess` | $(\sum w)^2 / (N \sum w^2)$ over completions | the share of the batch that is left after weighting |
+#
+# The mean ratio is what one would look at first, and it is blind: $\mathbb{E}_{\mu}[\pi/\mu] = \sum_a \pi(a) = 1$ for any two
+# policies. It leaves 1 only when the sampler cannot reach some tokens. The geometric mean sees every difference, and an alarm hangs on it.
+
+
+# %% tags=["export:mismatch"]
+@torch.no_grad()
+def mismatch_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the sampler is from the trainer, three [B, T] (mask bool) -> five metrics by name. Section 14.
+
+    Over the tokens of the mask: mismatch/ratio_geometric = exp(mean Δ), ratio_arithmetic = mean exp(Δ), delta_mean and
+    delta_max of |Δ| in nats. Over the rows that have tokens: ess, the effective sample size of the weights exp(ΣΔ) divided
+    by the number of rows. A NaN in the mask makes them NaN. Raises ValueError if the mask is empty or shapes differ.
+    """
+    if not mask.any():
+        raise ValueError("the mask has no tokens; there is nothing to compare")
+    gap = sampler_gap(old_logprobs, sampler_logprobs, mask).double()
+    tokens, shares = gap[mask], gap.sum(-1)[mask.any(-1)].softmax(0)
+    return {
+        "mismatch/ratio_geometric": tokens.mean().exp().item(),
+        "mismatch/ratio_arithmetic": tokens.exp().mean().item(),
+        "mismatch/delta_mean": tokens.abs().mean().item(),
+        "mismatch/delta_max": tokens.abs().max().item(),
+        "mismatch/ess": 1 / (len(shares) * shares.square().sum().item()),
+    }
+
+
+def mismatch_alarm(metrics: dict[str, float], low: float = 0.9, high: float = 1.1) -> str | None:
+    """A warning if the geometric mean ratio of `mismatch_metrics` is outside [low, high], else None. Section 14."""
+    ratio = metrics["mismatch/ratio_geometric"]
+    if low <= ratio <= high:
+        return None
+    return (
+        f"the trainer gives the sampled tokens {ratio:.3f} times the sampler's probability (geometric mean; it should be "
+        f"within {low} and {high}): compare temperature, sampling settings, weights and precision of the two"
+    )
+
 
 # %% [markdown]
 # ## A real engine
