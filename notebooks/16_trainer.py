@@ -411,10 +411,11 @@ def finish(sampler: Sampler, prefixes: list[tuple[int, tuple, tuple]], config: T
     """``num_value_samples`` whole completions for each (example, prompt ids, prefix ids); groups are examples."""
     endings = sampler.generate([[*prompt, *prefix] for _, prompt, prefix in prefixes], config.num_value_samples, seed)
     device, cut, texts = endings.group.device, [], []
-    for i, ids, mask, truncated in zip(endings.group, endings.completion_ids, endings.mask, endings.truncated):
-        text = [*prefixes[i][2], *ids[mask].tolist()]
+    columns = endings.group, endings.completion_ids, endings.mask.sum(1), endings.truncated
+    for i, ids, length, truncated in zip(*(column.tolist() for column in columns), strict=True):
+        text = [*prefixes[i][2], *ids[:length]]
         texts.append(text[: config.max_completion_length])
-        cut.append(bool(truncated) or len(text) > config.max_completion_length)
+        cut.append(truncated or len(text) > config.max_completion_length)
     ids, mask = (x.to(device) for x in pad_right(texts, 0))
     return Rollouts(
         prompt_ids=endings.prompt_ids,
@@ -435,7 +436,8 @@ def sampled_values(
     ``grade_endings`` gives rollouts of the same prompts their rewards. Kazemnejad et al., 2024 (VinePPO).
     """
     places, table = rollouts.mask.nonzero().tolist(), {}
-    prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask)]
+    lengths = rollouts.prompt_mask.sum(1).tolist()
+    prompts = [tuple(ids[-length:]) for ids, length in zip(rollouts.prompt_ids.tolist(), lengths, strict=True)]
     completions, groups = rollouts.completion_ids.tolist(), rollouts.group.tolist()
     states = [(groups[row], prompts[row], tuple(completions[row][:t])) for row, t in places]
     number = [table.setdefault(state, len(table)) for state in states]
