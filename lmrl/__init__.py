@@ -22,6 +22,7 @@
     mismatch      14. Where the textbook bends
     vllm_rollout  14. Where the textbook bends
     rewards       15. What we have not asked yet
+    sandbox       15. What we have not asked yet
     tasks         15. What we have not asked yet
     config        16. The complete machine
     trainer       16. The complete machine
@@ -58,6 +59,7 @@ __all__ = [
     "mismatch",
     "vllm_rollout",
     "rewards",
+    "sandbox",
     "tasks",
     "config",
     "trainer",

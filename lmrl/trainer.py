@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lmrl.baselines import group_mean
-from lmrl.batch import Rollouts, micro_batches, padding_share
+from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
 from lmrl.config import TrainConfig, check_config
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
@@ -30,7 +30,7 @@ from lmrl.metrics import MetricsLog, Stopwatch, json_line, rollout_metrics, summ
 from lmrl.models import (
     disable_dropout,
 )
-from lmrl.policy import completion_texts, pad_right, save_model
+from lmrl.policy import completion_texts, pad_left, pad_right, save_model
 from lmrl.ppo import value_clipped, value_loss
 from lmrl.recipes import (
     RATIOS,
@@ -83,6 +83,7 @@ __all__ = [
     "Evaluation",
     "evaluate",
     "InterruptRequest",
+    "require_prompts_fit",
     "RunResult",
     "run",
     "free_run_folder",
@@ -100,7 +101,7 @@ def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generation
 
 def decode(tokenizer, rollouts: Rollouts) -> list[str]:
     """The completions as texts, without the stop token that ended them (section 16)."""
-    return completion_texts(tokenizer, rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated)
+    return completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
 
 
 def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
@@ -559,12 +560,19 @@ class Evaluation:
 
 
 def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
-    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16)."""
+    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16).
+
+    At most ``completions_per_step`` completions are generated at once (one prompt's, if those are more).
+    """
     config, task = trainer.config, trainer.task
     examples = task.heldout[: config.num_eval_problems]
     if not examples:
         raise ValueError(f"task {task.name} has no held-out problems to evaluate on; put some in its heldout")
-    rollouts = collect(trainer.sampler, trainer.tokenizer, examples, config.num_eval_generations, seed)
+    size = max(1, config.completions_per_step // config.num_eval_generations)
+    chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
+    rollouts = concatenate(
+        [collect(trainer.sampler, trainer.tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks]
+    )
     rollouts = grade(rollouts, trainer.tokenizer, examples, task.reward)
     texts = decode(trainer.tokenizer, rollouts)
     passed = ((rollouts.rewards >= 1.0) & rollouts.graded).float().view(len(examples), -1).mean(1)
@@ -605,6 +613,14 @@ class InterruptRequest:
         )
 
 
+def require_prompts_fit(trainer: Trainer) -> None:
+    """ValueError as `require_fit`, for the longest of all prompts, which a run may come to only after hours (section 16)."""
+    task, limit = trainer.task, trainer.config.max_completion_length
+    prompts = [encode_prompt(trainer.tokenizer, example.prompt) for example in task.train + task.heldout]
+    ids, _ = pad_left(prompts, trainer.tokenizer.pad_token_id)
+    require_fit(trainer.model, ids, limit)
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What `run` returns: the folder, held-out results before and after, and whether Ctrl-C ended it early."""
@@ -623,6 +639,7 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
     Hugging Face folder. A step that fails leaves the last checkpoint as it was.
     """
     config = trainer.config
+    require_prompts_fit(trainer)
     before = evaluate(trainer)
     folder = new_run_folder(config)
     (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmrl.baselines import group_advantages
-from lmrl.batch import Rollouts, concatenate
+from lmrl.batch import Rollouts, concatenate, used_columns
 from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.loss import policy_loss, token_weights
 from lmrl.policy import (
@@ -73,8 +73,12 @@ transformers.utils.logging.disable_progress_bar()
 
 # %% tags=["export"]
 def reward_bits(pass_rate: float | torch.Tensor) -> torch.Tensor:
-    """The most that a reward of 0 or 1 can tell, in bits: the entropy of a coin, float64 of the shape given. Section 13."""
+    """The most that a reward of 0 or 1 can tell, in bits: the entropy of a coin, float64 of the shape given; ValueError outside [0, 1]."""
     p = torch.as_tensor(pass_rate, dtype=torch.float64)
+    if not ((p >= 0) & (p <= 1)).all():
+        raise ValueError(
+            f"a pass rate of {p[~((p >= 0) & (p <= 1))].flatten()[0].item()}; it is a probability, in [0, 1]"
+        )
     return (torch.special.entr(p) + torch.special.entr(1 - p)) / math.log(2)
 
 
@@ -218,7 +222,7 @@ def graded_completions(model, problems, num_generations, seed):
     sampler = TorchSampler(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_length=4)
     prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
     rollouts = sampler.generate(prompts, num_generations, seed)
-    texts = completion_texts(tokenizer, rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated)
+    texts = completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
     rewards = addition_reward([], texts, answer=[problems[g].answer for g in rollouts.group.tolist()])
     return replace(rollouts, rewards=torch.tensor(rewards), graded=torch.ones(len(rollouts), dtype=torch.bool))
 
@@ -415,7 +419,7 @@ explore(
 # %% [markdown]
 # ## One success in sixty-four
 #
-# **Claim 13.4.** The pass rate need not be high; one success in sixty-four completions is plenty. How many groups does
+# **Claim 13.4.** The pass rate may be low: once in sixty-four completions suffices to begin with. How many groups does
 # such a prompt need until one is mixed? And for comparison, three tokens out of 128,000 from random weights?
 
 # %%
@@ -491,8 +495,9 @@ show(
 )
 
 # %% [markdown]
-# This is what pretraining and demonstrations buy: a pass rate that is not zero. Finding is exponentially hard in the
-# length of what is to be found, unless something has already narrowed the search.
+# This is what pretraining and demonstrations buy: a pass rate that is not zero. With each further token of the answer,
+# random weights need another factor of $V$ more tries; a model that has read text spends its tries on the few continuations
+# that are plausible.
 #
 # ## What to do with the tied groups
 #
@@ -632,19 +637,23 @@ def pass_at_k(correct: torch.Tensor, samples: int | torch.Tensor, k: int) -> tor
     """Unbiased estimate of pass@k for each problem, float64 [N]: 1 - C(n - c, k) / C(n, k).
 
     correct [N], how many of a problem's samples are right; samples, how many there are, a number or [N]. Raises
-    ValueError for k below 1 or above the number of samples, and for counts outside 0 … n. Section 13; Chen et al.,
-    Evaluating Large Language Models Trained on Code, 2021.
+    ValueError for no problems, k below 1, above the number of samples or not whole, and counts outside 0 … n. Section 13;
+    Chen et al., Evaluating Large Language Models Trained on Code, 2021.
     """
     c = torch.as_tensor(correct, dtype=torch.float64)
-    n = torch.as_tensor(samples, dtype=torch.float64).expand_as(c)
-    if not 1 <= k <= n.min():
-        raise ValueError(f"pass@{k} from {int(n.min())} samples per problem; take 1 <= k <= samples, or sample more")
+    n = torch.as_tensor(samples, dtype=torch.float64, device=c.device).expand_as(c)
+    if c.numel() == 0:
+        raise ValueError("pass@k of no problems; give the counts of at least one")
+    if k != int(k) or not 1 <= k <= n.min():
+        raise ValueError(
+            f"pass@{k} from {int(n.min())} samples per problem; take a whole number 1 <= k <= samples, or sample more"
+        )
     if not ((c >= 0) & (c <= n)).all():
         raise ValueError(
             f"counts of right samples go from {int(c.min())} to {int(c.max())}, outside 0 … {int(n.min())}"
         )
-    misses = c[..., None] / (n[..., None] - torch.arange(k))
-    return -torch.expm1(torch.log1p(-misses.clamp(max=1)).sum(-1))
+    misses = c[..., None] / (n[..., None] - torch.arange(int(k), device=c.device))
+    return torch.expm1(torch.log1p(-misses.clamp(max=1)).sum(-1)).abs()
 
 
 # %% [markdown]
@@ -688,15 +697,15 @@ class Interval(NamedTuple):
 def interval_over_problems(values: torch.Tensor) -> Interval:
     """Mean of per-problem values in [0, 1], [N], with the 95 % interval for problems of the same kind. Section 13.
 
-    Wilson's interval with the variance of a coin scaled to the observed one (ddof 1), unscaled where all values are 0 or
-    all are 1, or N = 1. Raises ValueError for no values, or values outside [0, 1]. Wilson 1927.
+    Wilson's interval with the variance of a coin scaled to the observed one (ddof 1), unscaled where all values are the
+    same: that a few problems agree does not say that all do. Raises ValueError for no values, or values outside [0, 1]. Wilson 1927.
     """
     values = values.double()
     if len(values) == 0 or not ((values >= 0) & (values <= 1)).all():
         raise ValueError(f"{len(values)} values; give at least one, each in [0, 1] (NaN is not)")
     mean = values.mean().item()
     coin = mean * (1 - mean)
-    ratio = values.var().item() / coin if len(values) > 1 and coin > 0 else 1.0
+    ratio = 1.0 if values.min() == values.max() else values.var().item() / coin
     z = 1.96**2 * ratio / len(values)
     centre, half = (mean + z / 2) / (1 + z), math.sqrt(z * coin + z**2 / 4) / (1 + z)
     return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
@@ -845,7 +854,7 @@ def think(
     """
     contexts = [context + [opening] for context in contexts]
     rollouts = sampler.generate(contexts, num_generations, seed)
-    ends = (rollouts.mask.sum(1) - (~rollouts.truncated).long()).tolist()
+    ends = (used_columns(rollouts.mask) - (~rollouts.truncated).long()).tolist()
     rows = zip(rollouts.group.tolist(), rollouts.completion_ids.tolist(), ends, strict=True)
     return [contexts[group] + ids[:end] + [closing] for group, ids, end in rows]
 

@@ -55,7 +55,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lmrl.baselines import group_mean
-from lmrl.batch import Rollouts, micro_batches, padding_share
+from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
 from lmrl.figures.style import COLORS, new_figure, show
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
@@ -76,6 +76,7 @@ from lmrl.policy import (
     build_tokenizer,
     completion_texts,
     masked_mean,
+    pad_left,
     pad_right,
     save_model,
     warm_start_folder,
@@ -333,7 +334,7 @@ def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generation
 # %% tags=["export"]
 def decode(tokenizer, rollouts: Rollouts) -> list[str]:
     """The completions as texts, without the stop token that ended them (section 16)."""
-    return completion_texts(tokenizer, rollouts.completion_ids, rollouts.mask.sum(1), rollouts.truncated)
+    return completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
 
 
 def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
@@ -945,7 +946,8 @@ assert sum(phases) <= metrics["seconds"]
 # The measure of a policy is the probability that *one* sampled answer is right, on held-out problems. We draw several
 # answers per problem and average. Answers to one problem are not independent of each other, so the 95 % interval comes
 # from the spread of the per-problem means: with $n$ problems of means $\bar R_j$ it is
-# $\pm 1.96\,\mathrm{sd}(\bar R_j)/\sqrt n$.
+# $\pm 1.96\,\mathrm{sd}(\bar R_j)/\sqrt n$. The answers are written in portions of a step's size, so that measuring takes
+# no more memory than training; a completion does not depend on its batch (section 11), so neither does the result.
 
 
 # %% tags=["export"]
@@ -966,12 +968,19 @@ class Evaluation:
 
 
 def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
-    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16)."""
+    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16).
+
+    At most ``completions_per_step`` completions are generated at once (one prompt's, if those are more).
+    """
     config, task = trainer.config, trainer.task
     examples = task.heldout[: config.num_eval_problems]
     if not examples:
         raise ValueError(f"task {task.name} has no held-out problems to evaluate on; put some in its heldout")
-    rollouts = collect(trainer.sampler, trainer.tokenizer, examples, config.num_eval_generations, seed)
+    size = max(1, config.completions_per_step // config.num_eval_generations)
+    chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
+    rollouts = concatenate(
+        [collect(trainer.sampler, trainer.tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks]
+    )
     rollouts = grade(rollouts, trainer.tokenizer, examples, task.reward)
     texts = decode(trainer.tokenizer, rollouts)
     passed = ((rollouts.rewards >= 1.0) & rollouts.graded).float().view(len(examples), -1).mean(1)
@@ -1128,6 +1137,14 @@ class InterruptRequest:
 
 
 # %% tags=["export"]
+def require_prompts_fit(trainer: Trainer) -> None:
+    """ValueError as `require_fit`, for the longest of all prompts, which a run may come to only after hours (section 16)."""
+    task, limit = trainer.task, trainer.config.max_completion_length
+    prompts = [encode_prompt(trainer.tokenizer, example.prompt) for example in task.train + task.heldout]
+    ids, _ = pad_left(prompts, trainer.tokenizer.pad_token_id)
+    require_fit(trainer.model, ids, limit)
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What `run` returns: the folder, held-out results before and after, and whether Ctrl-C ended it early."""
@@ -1146,6 +1163,7 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
     Hugging Face folder. A step that fails leaves the last checkpoint as it was.
     """
     config = trainer.config
+    require_prompts_fit(trainer)
     before = evaluate(trainer)
     folder = new_run_folder(config)
     (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

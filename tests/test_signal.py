@@ -208,11 +208,18 @@ def test_a_biased_pass_at_k_turns_the_check_red(monkeypatch, faulty):
         ([1, 2], torch.tensor([8, 4]), 5, "pass@5 from 4 samples"),
         ([1, 5], 4, 2, "from 1 to 5, outside"),
         ([-1, 2], 4, 2, "from -1 to 2, outside"),
+        ([1, 2], 4, 2.5, "pass@2.5 from 4 samples"),
+        ([], 4, 2, "pass@k of no problems"),
     ],
 )
 def test_pass_at_k_names_what_is_wrong(correct, samples, k, message):
     with pytest.raises(ValueError, match=message):
         signal.pass_at_k(torch.tensor(correct), samples, k)
+
+
+def test_a_reward_tells_no_bits_outside_of_probabilities():
+    with pytest.raises(ValueError, match="a pass rate of 1.1"):
+        signal.reward_bits(torch.tensor([0.5, 1.1], dtype=torch.float64))
 
 
 def test_the_interval_is_wilsons_for_single_verdicts():
@@ -230,6 +237,8 @@ def test_the_interval_has_a_width_where_nothing_or_everything_is_right():
     none, every = signal.interval_over_problems(torch.zeros(100)), signal.interval_over_problems(torch.ones(100))
     assert none == pytest.approx((0, 0, 0.037), abs=5e-4) and every == pytest.approx((1, 0.963, 1), abs=5e-4)
     assert signal.interval_over_problems(torch.tensor([0.5])).low < 0.2
+    three = signal.interval_over_problems(torch.full((3,), 0.5))  # three that agree are not all
+    assert three.low < 0.15 and three.high > 0.85
     for values in (torch.zeros(0), torch.tensor([0.5, 1.1]), torch.tensor([0.5, nan])):
         with pytest.raises(ValueError, match="values; give at least one"):
             signal.interval_over_problems(values)

@@ -37,6 +37,7 @@ from lmrl.trainer import (
     Trainer,
     collect,
     completion_advantages,
+    decode,
     evaluate,
     generator_for,
     grade,
@@ -769,6 +770,54 @@ def test_evaluation_interval_is_over_problems():
     result = evaluate(make_trainer(reward=by_problem))
     assert result.pass_at_1 == 0.5
     assert result.half_width == pytest.approx(1.96 * 0.5 / 8**0.5)
+
+
+def test_evaluation_writes_no_more_at_once_than_a_step_and_its_result_does_not_depend_on_the_portions(monkeypatch):
+    rows, generate = [], TorchSampler.generate
+
+    def spy(sampler, *arguments):
+        rollouts = generate(sampler, *arguments)
+        rows.append(len(rollouts))
+        return rollouts
+
+    monkeypatch.setattr(TorchSampler, "generate", spy)
+    results = [
+        evaluate(make_trainer(replace(SMALL, per_device_train_batch_size=size, num_generations=4))) for size in (4, 64)
+    ]
+    assert rows == [4, 4, 4, 4, 16]
+    assert results[0].samples == results[1].samples and results[0].pass_at_1 == results[1].pass_at_1
+
+
+def test_a_prompt_that_is_long_in_tokens_is_refused_before_the_run_begins(tmp_path):
+    """Found by its tokens: other prompts have more characters. A run would come to it only in some later step."""
+    config = replace(SMALL, output_dir=str(tmp_path), name="r")
+    trainer = make_trainer(config)
+    encode = trainer.tokenizer
+
+    class Expanding:
+        """One character of a prompt, ?, is sixty tokens."""
+
+        def __getattr__(self, name):
+            return getattr(encode, name)
+
+        def __call__(self, text, **options):
+            return encode(text.replace("?", "1" * 60), **options)
+
+    trainer.tokenizer = Expanding()
+    trainer.task = replace(trainer.task, train=[*trainer.task.train, Example("?+1=", {"answer": ""})])
+    with pytest.raises(ValueError, match="the model has 64 positions"):
+        run(trainer, learning_curve)
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_text_of_a_completion_ends_where_its_last_token_is_even_if_the_mask_has_holes():
+    trainer = make_trainer()
+    rollouts = rollouts_of(trainer)
+    whole = decode(trainer.tokenizer, rollouts)
+    holes = rollouts.mask.clone()
+    holes[:, 1:2] &= rollouts.mask.sum(1, keepdim=True) <= 2
+    assert (holes != rollouts.mask).any()
+    assert decode(trainer.tokenizer, replace(rollouts, mask=holes)) == whole
 
 
 def test_the_blocks_of_the_fused_loss_change_nothing(monkeypatch):
