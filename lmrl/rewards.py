@@ -7,16 +7,21 @@ Do not edit: change the notebook, then `make export`.
 import importlib.util
 import math
 import numbers
+import os
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lmrl.sandbox import VerdictServer, run_python
 
 __all__ = [
     "RewardFunction",
@@ -34,6 +39,11 @@ __all__ = [
     "number_value",
     "extract_number",
     "number_match",
+    "last_boxed",
+    "MathMatch",
+    "extract_code",
+    "CodeMatch",
+    "trimmed",
     "load_reward",
 ]
 
@@ -195,6 +205,91 @@ def number_match(prompts: list[str], completions: list[str], answer: list[str], 
     right = [extract_number(str(text)) for text in answer]
     found = [extract_number(text) for text in completions]
     return [None if b is None else float(a == b) for a, b in zip(found, right, strict=True)]
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{…}`` in ``text``, with balanced braces; None if there is none (section 15)."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : end]
+    return None
+
+
+class MathMatch:
+    """A reward function: 1.0 where the last box of the completion is mathematically the ``answer``, else 0.0 (section 15).
+
+    An answer may itself be a text with a box, or an expression in LaTeX; one that cannot be read makes the reward None.
+    Expressions are compared by math-verify (Hugging Face) in another process: a completion that needs more than ``seconds``
+    or 2 GB has reward 0.0 and is counted in ``metrics["math_timeouts"]`` or ``metrics["math_crashes"]``, of the last call.
+    It may be called from any thread and inside an event loop. Raises ImportError without math-verify. POSIX only.
+    """
+
+    __name__ = "math_match"
+
+    def __init__(self, seconds: float = 5.0):
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("checking mathematics needs the package math-verify: pip install 'lmrl[tasks]'")
+        if not seconds > 0:
+            raise ValueError(f"seconds is {seconds}; a completion needs some time to be checked, for example 5")
+        self.server, self.metrics = VerdictServer(seconds), {}
+
+    def __call__(self, prompts, completions, answer, **columns):
+        given = [last_boxed(text) for text in completions]
+        right = [str(text) if last_boxed(str(text)) is None else last_boxed(str(text)) for text in answer]
+        asked = [row for row, text in enumerate(given) if text is not None]
+        verdicts = dict(zip(asked, self.server.ask([(right[row].strip("$ "), given[row]) for row in asked])))
+        counts = Counter(verdicts.values())
+        self.metrics = {"math_timeouts": counts["timeout"], "math_crashes": counts["crash"]}
+        rewards = {"right": 1.0, "unreadable": None}
+        return [rewards.get(verdicts.get(row), 0.0) for row in range(len(completions))]
+
+
+def extract_code(completion: str) -> str:
+    """The last block between lines of three backticks; without a closed one, the whole completion (section 15)."""
+    blocks = re.findall(r"^```[^\n`]*\n(.*?)^```", completion, re.DOTALL | re.MULTILINE)
+    return blocks[-1] if blocks else completion
+
+
+class CodeMatch:
+    """A reward function: 1.0 where the completion's Python program passes all its ``tests``, else 0.0 (section 15).
+
+    ``tests`` are, for each completion, pairs (stdin, stdout); white space at the ends of lines and of the text does not
+    count. None where there are no tests. Programs run in `run_python`, whose docstring says what it does not protect from;
+    ``seconds`` and ``memory`` are for each test, ``workers`` run at a time. ``metrics["code_timeouts"]`` counts the programs
+    of the last call that were too slow.
+    """
+
+    __name__ = "code_match"
+
+    def __init__(self, seconds: float = 5.0, memory: int = 2**29, workers: int | None = None):
+        self.seconds, self.memory, self.workers, self.metrics = seconds, memory, workers or os.cpu_count(), {}
+
+    def __call__(self, prompts, completions, tests, **columns):
+        with ThreadPoolExecutor(self.workers) as threads:
+            verdicts = list(threads.map(self.judge, completions, tests))
+        self.metrics = {"code_timeouts": verdicts.count("timeout")}
+        return [None if verdict is None else float(verdict == "right") for verdict in verdicts]
+
+    def judge(self, completion: str, tests: list) -> str | None:
+        """Which of "right", "wrong", "timeout" a completion is; None without tests."""
+        program = extract_code(completion)
+        for stdin, stdout in tests:
+            run = run_python(program, stdin, seconds=self.seconds, memory=self.memory)
+            if run.timed_out:
+                return "timeout"
+            if run.exit_code != 0 or trimmed(run.stdout) != trimmed(stdout):
+                return "wrong"
+        return "right" if tests else None
+
+
+def trimmed(text: str) -> list[str]:
+    """The lines of a text without white space at their ends, and without empty lines around them (section 15)."""
+    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def load_reward(spec: str) -> RewardFunction:

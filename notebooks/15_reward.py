@@ -28,15 +28,25 @@
 
 # %%
 import ast
+import contextlib
 import difflib
 import importlib.util
+import inspect
+import json
 import math
 import numbers
+import os
 import random
 import re
+import subprocess
 import sys
+import tempfile
+import threading
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -408,6 +418,432 @@ for text, number in {
     assert extract_number(text) == number, text
 assert number_match([""] * 3, ["3", "It is 1,000.", "6/8"], answer=["-3", "#### 1000", "0.75"]) == [0.0, 1.0, 1.0]
 
+
+# %% [markdown]
+# ## A checker that may never return
+#
+# Is $\frac{\sqrt{8}}{4}$ the same as $1/\sqrt 2$? The package math-verify reads both as expressions and lets a computer
+# algebra system decide. The usual agreement with the model is that the answer stands in a box, `\boxed{…}`; the last box
+# counts. We find it ourselves, so that a completion with five boxes has not given five answers.
+
+
+# %% tags=["export"]
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{…}`` in ``text``, with balanced braces; None if there is none (section 15)."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : end]
+    return None
+
+
+# %%
+assert last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}") == r"\frac{1}{2}" and last_boxed(r"\boxed{\frac{1}{2}") is None
+
+# %% [markdown]
+# The trouble is $9^{9^{9^9}}$. A policy that samples at random will write such things sooner or later, and the algebra
+# system sets out to compute it. The usual guard is an alarm signal, and Python lets only the main thread set one, while a
+# trainer calls its rewards from threads and event loops. Waiting for a thread with a time limit is no guard either: the wait
+# ends, the thread does not.
+#
+# What can always be ended is a process. One helper process loads the algebra system once. For each completion it forks a
+# copy of itself, the copy asks the kernel to be killed when its time is over, computes, and ends with the verdict as its
+# exit code. The caller only writes a line and reads a line, which any thread can do. If the trainer dies, the helper reads
+# the end of its input and ends too. The helper's code is the text of this function, handed to a fresh Python, so nothing of
+# the trainer is copied into it.
+
+
+# %% tags=["export:sandbox"]
+VERDICTS = {0: "right", 10: "wrong", 11: "no answer", 12: "unreadable", -14: "timeout"}  # exit codes; -14: by the alarm
+
+
+def serve_verdicts(seconds, memory, workers):  # in a process of its own, so it brings its imports
+    """Judge pairs [right, given] of LaTeX, a JSON list of them per line of stdin, with a line of exit codes for each.
+
+    Every pair has a process that the kernel ends after ``seconds``, and ``memory`` bytes; ``workers`` run at a time.
+    """
+    import json
+    import os
+    import resource
+    import signal
+    import sys
+
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    def read(text):
+        found = [LatexExtractionConfig(), ExprExtractionConfig()]
+        return parse("\\boxed{" + text + "}", found, parsing_timeout=None, raise_on_error=True)
+
+    def judge(right, given):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.setrecursionlimit(10_000)
+        try:
+            gold = read(right)
+        except Exception:
+            gold = []
+        if not gold:
+            return 12
+        return 0 if verify(gold, read(given), timeout_seconds=None, raise_on_error=True) else 10
+
+    def collect():
+        process, status = os.wait()
+        codes[running.pop(process)] = os.waitstatus_to_exitcode(status)
+
+    for text in ("-1,000.5", r"\frac{\sqrt{2}}{3} x^2 + 1", "(1, 2)", r"\{1, 2\}", "x = 5"):
+        verify(read(text), read("2"), timeout_seconds=None)  # what the grammar learns from these, every copy knows
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever else is printed is not a reply
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        pairs = json.loads(line)
+        codes, running = [None] * len(pairs), {}
+        for number, pair in enumerate(pairs):
+            if len(running) == workers:
+                collect()
+            process = os.fork()
+            if process == 0:
+                try:
+                    code = judge(*pair)
+                except BaseException:
+                    code = 11  # not an expression, or too much for the memory: not the right answer
+                os._exit(code)
+            running[process] = number
+        while running:
+            collect()
+        print(json.dumps(codes), file=replies, flush=True)
+
+
+class VerdictServer:
+    """The helper process of `serve_verdicts`, started when it is first asked and ended with this object (section 15).
+
+    Any thread may ask it. Raises RuntimeError with the helper's last words when it ends by itself; the next call starts
+    another. POSIX only.
+    """
+
+    def __init__(self, seconds: float, memory: int = 2**31, workers: int | None = None):
+        workers = os.cpu_count() if workers is None else workers
+        self.source = f"{inspect.getsource(serve_verdicts)}\nserve_verdicts({seconds!r}, {memory!r}, {workers!r})"
+        self.lock, self.process, self.stop = threading.Lock(), None, None
+
+    def ask(self, pairs: list[tuple[str, str]]) -> list[str]:
+        """One of VERDICTS for each pair (right answer, given answer); "crash" for one whose process died otherwise."""
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            return [VERDICTS.get(code, "crash") for code in json.loads(self.exchange(json.dumps(pairs)))]
+
+    def start(self) -> None:
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        self.stop = weakref.finalize(self, end_process, self.process)
+        self.exchange(None)
+
+    def exchange(self, line: str | None) -> str:
+        """Send a line, if any, and read one."""
+        reply = ""
+        with contextlib.suppress(BrokenPipeError):
+            if line is not None:
+                print(line, file=self.process.stdin, flush=True)
+            reply = self.process.stdout.readline()
+        if not reply:
+            self.stop()
+            self.errors.seek(0)
+            words = self.errors.read().strip().splitlines() or ["no message"]
+            raise RuntimeError(f"the process that checks mathematics ended with {self.process.returncode}: {words[-1]}")
+        return reply
+
+
+def end_process(process: subprocess.Popen) -> None:
+    """Kill a process, close its pipes and wait until it is gone (section 15)."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()
+    process.wait()
+
+
+# %% tags=["export"]
+class MathMatch:
+    """A reward function: 1.0 where the last box of the completion is mathematically the ``answer``, else 0.0 (section 15).
+
+    An answer may itself be a text with a box, or an expression in LaTeX; one that cannot be read makes the reward None.
+    Expressions are compared by math-verify (Hugging Face) in another process: a completion that needs more than ``seconds``
+    or 2 GB has reward 0.0 and is counted in ``metrics["math_timeouts"]`` or ``metrics["math_crashes"]``, of the last call.
+    It may be called from any thread and inside an event loop. Raises ImportError without math-verify. POSIX only.
+    """
+
+    __name__ = "math_match"
+
+    def __init__(self, seconds: float = 5.0):
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("checking mathematics needs the package math-verify: pip install 'lmrl[tasks]'")
+        if not seconds > 0:
+            raise ValueError(f"seconds is {seconds}; a completion needs some time to be checked, for example 5")
+        self.server, self.metrics = VerdictServer(seconds), {}
+
+    def __call__(self, prompts, completions, answer, **columns):
+        given = [last_boxed(text) for text in completions]
+        right = [str(text) if last_boxed(str(text)) is None else last_boxed(str(text)) for text in answer]
+        asked = [row for row, text in enumerate(given) if text is not None]
+        verdicts = dict(zip(asked, self.server.ask([(right[row].strip("$ "), given[row]) for row in asked])))
+        counts = Counter(verdicts.values())
+        self.metrics = {"math_timeouts": counts["timeout"], "math_crashes": counts["crash"]}
+        rewards = {"right": 1.0, "unreadable": None}
+        return [rewards.get(verdicts.get(row), 0.0) for row in range(len(completions))]
+
+
+# %%
+if importlib.util.find_spec("math_verify"):
+    maths = MathMatch(seconds=1)
+    texts = [r"\boxed{\frac{\sqrt{8}}{4}}", r"so it is \boxed{0.7}", "1/sqrt(2)", r"\boxed{9^{9^{9^9}}}"]
+    with ThreadPoolExecutor() as threads:  # where an alarm could not be set
+        scored = threads.submit(maths, prompts=[""] * 4, completions=texts, answer=[r"$1/\sqrt{2}$"] * 4).result()
+    print(dict(zip(texts, scored)), maths.metrics)
+    assert scored == [1.0, 0.0, 0.0, 0.0] and maths.metrics["math_timeouts"] == 1
+
+# %% [markdown]
+# ## Running what the policy wrote
+#
+# For code the verifier is the code itself: run it and look. But this is a program that nobody has read, and among some
+# hundred thousand of them one deletes files, one fills the memory, one never ends and one asks the network. So it runs in a
+# process of its own, which gets as little as the platform can enforce, on Linux by the kernel:
+#
+# - wall time, CPU time, memory, the size of each file it writes (its output is one), and no memory dump;
+# - a new user, network, process and message namespace: no network at all, no other process in sight, and everything that
+#   it started dies with it;
+# - Landlock: it reads Python's own folders and the system's libraries, and its own empty folder, the only one in which it
+#   can write.
+#
+# Outside there is a supervisor with the clock. Elsewhere than on Linux, or where the kernel forbids these calls (some containers
+# do), the resource limits remain, and the result says which of the other two walls stood.
+
+
+# %% tags=["export:sandbox"]
+def supervise(seconds, memory, output, readable):  # in a process of its own, so it brings its imports
+    """Run work/program.py under limits, its input and outputs in files; print a JSON line about how it ended."""
+    import ctypes
+    import json
+    import math
+    import os
+    import resource
+    import signal
+    import struct
+    import sys
+
+    libc = ctypes.CDLL(None)
+    user, message, process, network = 0x10000000, 0x08000000, 0x20000000, 0x40000000
+
+    def wall_off_files():
+        """Landlock: everything about files is forbidden but what a rule allows."""
+        version = libc.syscall(444, None, 0, 1)
+        if version < 1:
+            return False
+        everything = (1 << {1: 13, 2: 14}.get(version, 15)) - 1
+        run, write, read, list_folder = 1, 2, 4, 8
+        rules = libc.syscall(444, ctypes.byref(ctypes.c_uint64(everything)), 8, 0)
+        allowed = {path: run | read | list_folder for path in readable} | {
+            "work": everything,
+            "/dev/null": read | write,
+        }
+        for path, rights in allowed.items():
+            if os.path.exists(path):
+                if not os.path.isdir(path):
+                    rights &= run | write | read
+                rule = struct.pack("=Qi", rights, os.open(path, os.O_PATH | os.O_CLOEXEC))
+                libc.syscall(445, rules, 1, rule, 0)
+        return libc.prctl(38, 1, 0, 0, 0) == 0 and libc.syscall(446, rules, 0) == 0
+
+    def run():
+        os.setsid()
+        for number, name, mode in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
+            os.dup2(os.open(name, mode), number)
+        os.write(report, b"1" if linux and wall_off_files() else b"0")
+        os.chdir("work")
+        limits = {"CPU": math.ceil(seconds), "AS": memory, "FSIZE": output, "CORE": 0, "NOFILE": 64, "NPROC": 0}
+        for name, limit in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        os.execve(
+            sys.executable, [sys.executable, "-I", "program.py"], {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        )
+
+    def end(*_):
+        nonlocal timed_out
+        timed_out = True
+        os.killpg(child, signal.SIGKILL)
+
+    linux = sys.platform == "linux"
+    alone = linux and libc.unshare(user | network | process | message) == 0
+    listen, report = os.pipe()
+    timed_out, child = False, os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(127)
+    os.close(report)
+    files = os.read(listen, 1) == b"1"
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        os.killpg(child, signal.SIGKILL)  # what it left behind, where there is no namespace that dies with it
+    except ProcessLookupError:
+        pass
+    print(json.dumps({"exit_code": code, "timed_out": timed_out, "no_network": alone, "no_files": files}))
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a program ended (section 15): its exit code (minus the signal that ended it), what it wrote, and its walls.
+
+    ``no_network``: it had no network and saw no other process. ``no_files``: it could read only Python and the system's
+    libraries, and write only in its own folder, which is gone.
+    """
+
+    exit_code: int
+    timed_out: bool
+    stdout: str
+    stderr: str
+    no_network: bool
+    no_files: bool
+
+
+def run_python(program: str, stdin: str = "", *, seconds: float = 5.0, memory: int = 2**29, output: int = 2**16) -> Run:
+    """Run untrusted Python in a process of its own and say how it ended (section 15). POSIX only; safe in any thread.
+
+    At most ``seconds`` of wall and CPU time, ``memory`` bytes of address space for each process, ``output`` bytes on stdout, on
+    stderr and in every other file. The standard library and this Python's site-packages can be imported; the environment
+    variables are empty. On Linux, where the kernel allows it: no network, no other process visible, no file of yours.
+
+    It does not protect from:
+
+    - a hole in the kernel; where the machine itself is at stake, use a virtual machine without your files;
+    - reading /usr, Python's own folders and what is installed there, and telling whether other files exist;
+    - changing the mode or the date of files of the user who runs it (not their content; `chmod` is no access for Landlock);
+    - talking to a service of this machine through a socket in the file system, such as Docker's, if that user may;
+    - using all cores, much memory in many processes (root; others can start no further process), or filling the disk with
+      many files, until the time is over.
+
+    Where ``no_files`` comes back False it can read, change and delete what you can. Where ``no_network`` comes back False it
+    can talk to anybody and signal your processes, and one that leaves its session outlives the time limit, though not its
+    CPU limit. On macOS both are False and the memory limit is not enforced.
+    """
+    readable = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"]
+    source = f"{inspect.getsource(supervise)}\nsupervise({seconds!r}, {memory!r}, {output!r}, {readable!r})"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        files = {name: Path(folder, name) for name in ("stdin", "stdout", "stderr")}
+        Path(folder, "work").mkdir()
+        texts = {
+            Path(folder, "work", "program.py"): program,
+            files["stdin"]: stdin,
+            files["stdout"]: "",
+            files["stderr"]: "",
+        }
+        for file, text in texts.items():
+            file.write_bytes(text.encode("utf-8", "replace"))
+        command = [sys.executable, "-I", "-S", "-c", source]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds + 30)
+        except subprocess.TimeoutExpired:  # without a namespace of its own, a program can stop its supervisor
+            return Run(-9, True, "", "", no_network=False, no_files=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"the supervisor of an untrusted program failed: {done.stderr.strip()[-300:]}")
+        stdout, stderr = (files[name].read_bytes()[:output].decode("utf-8", "replace") for name in ("stdout", "stderr"))
+        return Run(stdout=stdout, stderr=stderr, **json.loads(done.stdout))
+
+
+# %%
+for program in (
+    "print(6 * 7)",
+    "while True: pass",
+    "x = bytearray(10**10)",
+    "while True: print('x' * 1000)",
+    "import socket; socket.create_connection(('1.1.1.1', 80), timeout=1)",
+    "import os; os.listdir(os.path.expanduser('~root'))",
+):
+    run = run_python(program, seconds=1)
+    words = (run.stderr.strip().splitlines() or [""])[-1]
+    print(f"{program:70} exit code {run.exit_code:3}, {len(run.stdout):5} bytes, {words[:60]}")
+    assert run.exit_code != 0 or run.stdout == "42\n"
+
+# %% [markdown]
+# How is the output judged? Many collections of problems come with assertions to be run after the program. That hands the
+# verdict to the accused: a program that ends the process with exit code 0 before the assertions has passed them.
+
+# %%
+cheat = "def double(x):\n    return x\n\nimport os\nos._exit(0)\n"
+test = "assert double(2) == 4\n"
+assert run_python(cheat + test).exit_code == 0  # passed
+
+# %% [markdown]
+# So here a test is a pair: what the program reads, and what it has to write. What it should have written stays outside.
+# All tests must pass: part of the reward for part of the tests would pay a program that prints the most frequent answer.
+
+
+# %% tags=["export"]
+def extract_code(completion: str) -> str:
+    """The last block between lines of three backticks; without a closed one, the whole completion (section 15)."""
+    blocks = re.findall(r"^```[^\n`]*\n(.*?)^```", completion, re.DOTALL | re.MULTILINE)
+    return blocks[-1] if blocks else completion
+
+
+class CodeMatch:
+    """A reward function: 1.0 where the completion's Python program passes all its ``tests``, else 0.0 (section 15).
+
+    ``tests`` are, for each completion, pairs (stdin, stdout); white space at the ends of lines and of the text does not
+    count. None where there are no tests. Programs run in `run_python`, whose docstring says what it does not protect from;
+    ``seconds`` and ``memory`` are for each test, ``workers`` run at a time. ``metrics["code_timeouts"]`` counts the programs
+    of the last call that were too slow.
+    """
+
+    __name__ = "code_match"
+
+    def __init__(self, seconds: float = 5.0, memory: int = 2**29, workers: int | None = None):
+        self.seconds, self.memory, self.workers, self.metrics = seconds, memory, workers or os.cpu_count(), {}
+
+    def __call__(self, prompts, completions, tests, **columns):
+        with ThreadPoolExecutor(self.workers) as threads:
+            verdicts = list(threads.map(self.judge, completions, tests))
+        self.metrics = {"code_timeouts": verdicts.count("timeout")}
+        return [None if verdict is None else float(verdict == "right") for verdict in verdicts]
+
+    def judge(self, completion: str, tests: list) -> str | None:
+        """Which of "right", "wrong", "timeout" a completion is; None without tests."""
+        program = extract_code(completion)
+        for stdin, stdout in tests:
+            run = run_python(program, stdin, seconds=self.seconds, memory=self.memory)
+            if run.timed_out:
+                return "timeout"
+            if run.exit_code != 0 or trimmed(run.stdout) != trimmed(stdout):
+                return "wrong"
+        return "right" if tests else None
+
+
+def trimmed(text: str) -> list[str]:
+    """The lines of a text without white space at their ends, and without empty lines around them (section 15)."""
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+# %%
+tests = [("2\n", "4"), ("-3\n", "-6")]
+texts = ["```python\nprint(2 * int(input()))\n```", "print(4)", "import os; os._exit(0)", "while True: pass"]
+code_match = CodeMatch(seconds=1)
+assert (
+    code_match([""] * 4, texts, tests=[tests] * 4) == [1.0, 0.0, 0.0, 0.0] and code_match.metrics["code_timeouts"] == 1
+)
 
 # %% [markdown]
 # A reward of one's own is a Python function in a file, named as `path/to/file.py:function`.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ["tyro", "tensorboard", "matplotlib", "reasoning_gym", "gguf", "vllm", "jupytext", "ipywidgets"]
+EXTRAS = ["tyro", "tensorboard", "matplotlib", "reasoning_gym", "math_verify", "gguf", "vllm", "jupytext", "ipywidgets"]
 
 
 def package_modules(root):
