@@ -49,10 +49,12 @@ def fold_kernel(logits, targets, sums, stride, width, BLOCK: constexpr):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         z = tl.load(logits + columns, mask=inside, other=-float("inf"))
-        higher = tl.maximum(m, tl.max(z, 0))
-        shrink, terms = tl.exp(m - higher), tl.exp(z - higher)
+        higher = tl.maximum(tl.maximum(m, tl.max(z, 0)), -3.4e38)
+        drop, below = m - higher, z - higher
+        drop, below = tl.where(drop < -1e4, -1e4, drop), tl.where(below < -1e4, -1e4, below)  # FLOOR
+        shrink, terms = tl.exp(drop), tl.exp(below)
+        u = (u + s * drop) * shrink + tl.sum(below * terms, 0)
         s = s * shrink + tl.sum(terms, 0)
-        u = u * shrink + tl.sum(tl.where(inside, z, 0.0) * terms, 0)
         m = higher
     tl.store(sums + row, m)
     tl.store(sums + stride + row, s)
@@ -87,6 +89,7 @@ def gradient_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     z = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+    z = tl.where(z < -1e30, -1e30, z)  # 0 times -inf is not a number
     logp = z - tl.load(logsumexp + row)
     d_logprob = tl.load(d_logprobs + row)
     slope = d_logprob

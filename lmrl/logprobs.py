@@ -20,6 +20,7 @@ from lmrl.policy import (
 __all__ = [
     "OutputHead",
     "output_head",
+    "FLOOR",
     "at_least_float32",
     "product",
     "add_product",
@@ -80,6 +81,7 @@ def output_head(model) -> OutputHead:
     return OutputHead(layer.weight, layer.bias, scale, softcap)
 
 
+FLOOR = -1e4  # exp(FLOOR) is 0 in float32 and float64
 _ = torch.ones(1).exp().log()  # MKL's first exp of a process, if it is a large one, can be a coarse one
 
 
@@ -129,10 +131,12 @@ def fold(logits: Tensor, targets: Tensor, sums: Tensor) -> None:
     m, s, u, z = sums
     index, here = pick(targets, logits.shape[1])
     z.copy_(torch.where(here, logits.gather(1, index)[:, 0], z))
-    higher = torch.maximum(m, logits.amax(1))
-    shrink, terms = (m - higher).exp_(), (logits - higher[:, None]).exp_()
+    higher = torch.maximum(m, logits.amax(1)).clamp_(min=torch.finfo(m.dtype).min)
+    drop = (m - higher).clamp_(min=FLOOR)
+    shrink, below = drop.exp(), (logits - higher[:, None]).clamp_(min=FLOOR)
+    terms = below.exp()
+    u.add_(s * drop).mul_(shrink).add_(below.mul_(terms).sum(1))
     s.mul_(shrink).add_(terms.sum(1))
-    u.mul_(shrink).add_(terms.mul_(logits).sum(1))
     m.copy_(higher)
 
 
@@ -146,8 +150,7 @@ def empty_sums(hidden: Tensor) -> Tensor:
 def summary(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy, and log-sum-exp, each ``[N]``, from the sums over all tiles (section 11)."""
     m, s, u, z = sums
-    logsumexp = m + s.log()
-    return z - logsumexp, logsumexp - u / s, logsumexp
+    return z - m - s.log(), s.log() - u / s, m + s.log()
 
 
 def tile_gradient(
@@ -168,7 +171,7 @@ def tile_gradient(
     if d_entropy is None:
         gradient = logp.exp_().mul_(-d_logprob[:, None])
     else:
-        factor = (logp + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprob[:, None])
+        factor = (logp.clamp_(min=FLOOR) + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprob[:, None])
         gradient = factor.mul_(logp.exp_()).neg_()
     gradient.scatter_add_(1, index, torch.where(here, d_logprob, 0.0)[:, None])
     if bend is not None:

@@ -852,14 +852,24 @@ def output_head(model) -> OutputHead:
 # All three sums can be taken over the vocabulary in pieces, called **tiles**. Keep, for the tiles seen so far, the
 # largest logit $m$ and
 #
-# $$s=\sum_v e^{z_v-m},\qquad u=\sum_v z_v\,e^{z_v-m}.$$
+# $$s=\sum_v e^{z_v-m},\qquad u=\sum_v (z_v-m)\,e^{z_v-m}.$$
 #
-# When a tile raises the maximum to $m'$, both are multiplied by $e^{m-m'}$ and the tile's own terms are added. At the
-# end $\ell = m+\log s$ and $H = \ell - u/s$. This is the online softmax (Milakov and Gimelshein, 2018). The logits of a
-# tile can be forgotten as soon as they are folded in.
+# When a tile raises the maximum to $m'$, every $z_v-m$ changes by $m-m'$: $u$ becomes $e^{m-m'}\,(u+(m-m')\,s)$, $s$
+# becomes $e^{m-m'}s$, and the tile's own terms are added. At the end
+#
+# $$\ell = m+\log s,\qquad \log p_y = (z_y-m)-\log s,\qquad H = \log s - u/s .$$
+#
+# This is the online softmax (Milakov and Gimelshein, 2018), with one more sum. The logits of a tile can be forgotten as
+# soon as they are folded in. Why not $\sum_v z_v e^{z_v-m}$ for the entropy, and $\ell-u/s$ at the end? Logits may all be
+# near 1,000. Then the difference of two numbers near 1,000 should give an entropy near 0, and in float32 little of it
+# is left. Now $\log s\ge 0$ and $-u/s\ge 0$ are added, nothing cancels, and an entropy is never negative.
+#
+# A logit may be $-\infty$, the mark of a forbidden token. Its term is 0, but $0\cdot(-\infty)$ is not a number. So
+# differences are cut off at $-10^4$, where the exponential is 0 in any format.
 
 
 # %% tags=["export:logprobs"]
+FLOOR = -1e4  # exp(FLOOR) is 0 in float32 and float64
 _ = torch.ones(1).exp().log()  # MKL's first exp of a process, if it is a large one, can be a coarse one
 
 
@@ -909,10 +919,12 @@ def fold(logits: Tensor, targets: Tensor, sums: Tensor) -> None:
     m, s, u, z = sums
     index, here = pick(targets, logits.shape[1])
     z.copy_(torch.where(here, logits.gather(1, index)[:, 0], z))
-    higher = torch.maximum(m, logits.amax(1))
-    shrink, terms = (m - higher).exp_(), (logits - higher[:, None]).exp_()
+    higher = torch.maximum(m, logits.amax(1)).clamp_(min=torch.finfo(m.dtype).min)
+    drop = (m - higher).clamp_(min=FLOOR)
+    shrink, below = drop.exp(), (logits - higher[:, None]).clamp_(min=FLOOR)
+    terms = below.exp()
+    u.add_(s * drop).mul_(shrink).add_(below.mul_(terms).sum(1))
     s.mul_(shrink).add_(terms.sum(1))
-    u.mul_(shrink).add_(terms.mul_(logits).sum(1))
     m.copy_(higher)
 
 
@@ -926,8 +938,7 @@ def empty_sums(hidden: Tensor) -> Tensor:
 def summary(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy, and log-sum-exp, each ``[N]``, from the sums over all tiles (section 11)."""
     m, s, u, z = sums
-    logsumexp = m + s.log()
-    return z - logsumexp, logsumexp - u / s, logsumexp
+    return z - m - s.log(), s.log() - u / s, m + s.log()
 
 
 # %% [markdown]
@@ -959,7 +970,7 @@ def tile_gradient(
     if d_entropy is None:
         gradient = logp.exp_().mul_(-d_logprob[:, None])
     else:
-        factor = (logp + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprob[:, None])
+        factor = (logp.clamp_(min=FLOOR) + entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprob[:, None])
         gradient = factor.mul_(logp.exp_()).neg_()
     gradient.scatter_add_(1, index, torch.where(here, d_logprob, 0.0)[:, None])
     if bend is not None:
@@ -1002,10 +1013,12 @@ def fold_kernel(logits, targets, sums, stride, width, BLOCK: constexpr):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         z = tl.load(logits + columns, mask=inside, other=-float("inf"))
-        higher = tl.maximum(m, tl.max(z, 0))
-        shrink, terms = tl.exp(m - higher), tl.exp(z - higher)
+        higher = tl.maximum(tl.maximum(m, tl.max(z, 0)), -3.4e38)
+        drop, below = m - higher, z - higher
+        drop, below = tl.where(drop < -1e4, -1e4, drop), tl.where(below < -1e4, -1e4, below)  # FLOOR
+        shrink, terms = tl.exp(drop), tl.exp(below)
+        u = (u + s * drop) * shrink + tl.sum(below * terms, 0)
         s = s * shrink + tl.sum(terms, 0)
-        u = u * shrink + tl.sum(tl.where(inside, z, 0.0) * terms, 0)
         m = higher
     tl.store(sums + row, m)
     tl.store(sums + stride + row, s)
@@ -1040,6 +1053,7 @@ def gradient_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     z = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+    z = tl.where(z < -1e30, -1e30, z)  # 0 times -inf is not a number
     logp = z - tl.load(logsumexp + row)
     d_logprob = tl.load(d_logprobs + row)
     slope = d_logprob

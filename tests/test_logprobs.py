@@ -215,6 +215,35 @@ def test_autocast_does_not_reach_the_head():
         assert torch.equal(lmrl.logprobs.fused_logprobs(hidden, weight, targets)[0], plain)
 
 
+FORBIDDEN = torch.full((300,), -math.inf)
+LARGE_LOGITS = {
+    "all near 1000": torch.full((900,), 1000.0),
+    "almost certain": torch.cat([torch.zeros(899), torch.full((1,), 40.0)]),
+    "first tile forbidden": torch.cat([FORBIDDEN, torch.zeros(600)]),
+    "last tile forbidden": torch.cat([torch.zeros(600), FORBIDDEN]),
+    "some forbidden": torch.where(torch.arange(900) % 3 == 1, -math.inf, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_LOGITS)
+def test_entropy_keeps_its_digits_and_forbidden_tokens_are_harmless(name, monkeypatch):
+    """Values and gradients in float32 against the materialised logits in float64, in tiles of 300."""
+    for shape in ("tile_shape", "loss_tile_shape"):
+        monkeypatch.setattr(lmrl.logprobs, shape, lambda vocabulary: (3, 300))
+    hidden, weight, _, _, slopes = case(9, 900, 8, dtype=torch.float32)
+    hidden = (0.1 * hidden.detach()).requires_grad_()
+    bias, targets = LARGE_LOGITS[name].clone().requires_grad_(), torch.tensor([300, 302, 599] * 3)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    logp = (exact[0] @ exact[1].T + exact[2]).log_softmax(-1)
+    values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
+    expected = *values, *torch.autograd.grad((slopes[0] * values[0] + slopes[1] * values[1]).sum(), exact)
+    for found in both_operators(hidden, weight, bias, targets, slopes, 1.0):
+        assert (found[0] - expected[0]).abs().max() < 1e-4  # the logits' own rounding
+        assert (found[1] - expected[1]).abs().max() < 2e-5 and found[1].min() >= 0
+        for a, b in zip(expected[2:], found[2:], strict=True):
+            assert (a - b).norm() < 2e-4 * a.norm()
+
+
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 and later")
 def test_against_torchs_own_linear_cross_entropy():
     hidden, weight, bias, targets, slopes = case(50, 130, 16)

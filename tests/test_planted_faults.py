@@ -484,7 +484,7 @@ def last_vocabulary_tile_skipped(pieces):
 
 @planted("lmrl.logprobs.fold", TILES, temperature=1.0, softcap=None)
 def running_sums_not_rescaled_at_a_new_maximum(fold):
-    return edited(fold, "(m - higher).exp_()", "(m.isfinite() & torch.ones_like(m).bool()).to(m.dtype)")
+    return edited(fold, "drop.exp()", "torch.ones_like(drop)")
 
 
 @planted("lmrl.logprobs.fold", TILES, temperature=1.0, softcap=None)
@@ -1270,3 +1270,12 @@ def metrics_of_the_mixed_groups_alone(gather):
          "test_trainer_recipes.py::test_rows_without_gradient_may_be_left_out_whatever_the_settings", name="critic")  # fmt: skip
 def the_critic_skips_rows_without_advantage(rows_with_gradient):
     return edited(rows_with_gradient, 'config.advantage_estimator == "gae"', "False")
+
+
+@planted(
+    "lmrl.trainer.Trainer.prepare",
+    "test_trainer_recipes.py::test_the_correction_weighs_the_advantages",
+    mode="token_mask",
+)
+def the_correction_upside_down(prepare):
+    return edited(prepare, "rollouts.old_logprobs, rollouts.sampler_logprobs", "rollouts.sampler_logprobs, rollouts.old_logprobs")  # fmt: skip
