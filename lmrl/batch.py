@@ -35,7 +35,7 @@ class Rollouts:
     graded bool ``[B]``; advantages, old_logprobs and ref_logprobs float ``[B, T]``; with a critic, what it said before each
     token and what it should have said, values and returns float ``[B, T]``.
 
-    Index t of every ``[B, T]`` field is the t-th sampled token. Raises ValueError when shapes disagree.
+    Index t of every ``[B, T]`` field is the t-th sampled token. Raises ValueError when shapes disagree or a mask is not bool.
     """
 
     prompt_ids: Tensor
@@ -58,6 +58,17 @@ class Rollouts:
             if value.shape != self.completion_ids.shape:
                 shapes = f"{tuple(value.shape)}, completion_ids has {tuple(self.completion_ids.shape)}"
                 raise ValueError(f"Rollouts: {name} has shape {shapes}; per-token fields are [B, T]")
+        for name in self.known().keys() & {"truncated", "group", "rewards", "graded"}:
+            if getattr(self, name).shape != (len(self),):
+                raise ValueError(
+                    f"Rollouts: {name} has shape {tuple(getattr(self, name).shape)}, expected ({len(self)},)"
+                )
+        if self.prompt_mask.shape != self.prompt_ids.shape or len(self.prompt_ids) != len(self):
+            shapes = f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_mask.shape)}"
+            raise ValueError(f"Rollouts: prompt_ids and prompt_mask have shapes {shapes}, expected [{len(self)}, P]")
+        for name in ("mask", "prompt_mask"):
+            if getattr(self, name).dtype != torch.bool:
+                raise ValueError(f"Rollouts: {name} is {getattr(self, name).dtype}, expected bool")
 
     def __len__(self) -> int:
         return len(self.completion_ids)

@@ -70,9 +70,9 @@ def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_
     A row depends on seed, prompt, sample index and T alone. The k-th occurrence of a prompt continues its sample index.
     """
     streams, drawn = {}, []
-    for prompt in map(tuple, prompts):
+    for prompt in (tuple(map(int, prompt)) for prompt in prompts):
         if prompt not in streams:
-            digest = hashlib.sha256(repr((seed, prompt)).encode()).digest()
+            digest = hashlib.sha256(repr((int(seed), prompt)).encode()).digest()
             streams[prompt] = np.random.default_rng(int.from_bytes(digest, "big"))
         drawn.append(streams[prompt].random((num_generations, max_completion_length)))
     return torch.from_numpy(np.concatenate(drawn))

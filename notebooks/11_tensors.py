@@ -38,6 +38,7 @@
 
 # %%
 import copy
+import functools
 import hashlib
 import importlib.util
 import math
@@ -67,6 +68,7 @@ from lmrl.policy import (
     build_policy,
     complete,
     completion_inputs,
+    completion_logits,
     completion_texts,
     length_mask,
     masked_mean,
@@ -103,7 +105,7 @@ class Rollouts:
     graded bool ``[B]``; advantages, old_logprobs and ref_logprobs float ``[B, T]``; with a critic, what it said before each
     token and what it should have said, values and returns float ``[B, T]``.
 
-    Index t of every ``[B, T]`` field is the t-th sampled token. Raises ValueError when shapes disagree.
+    Index t of every ``[B, T]`` field is the t-th sampled token. Raises ValueError when shapes disagree or a mask is not bool.
     """
 
     prompt_ids: Tensor
@@ -126,6 +128,15 @@ class Rollouts:
             if value.shape != self.completion_ids.shape:
                 shapes = f"{tuple(value.shape)}, completion_ids has {tuple(self.completion_ids.shape)}"
                 raise ValueError(f"Rollouts: {name} has shape {shapes}; per-token fields are [B, T]")
+        for name in self.known().keys() & {"truncated", "group", "rewards", "graded"}:
+            if getattr(self, name).shape != (len(self),):
+                raise ValueError(f"Rollouts: {name} has shape {tuple(getattr(self, name).shape)}, expected ({len(self)},)")
+        if self.prompt_mask.shape != self.prompt_ids.shape or len(self.prompt_ids) != len(self):
+            shapes = f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_mask.shape)}"
+            raise ValueError(f"Rollouts: prompt_ids and prompt_mask have shapes {shapes}, expected [{len(self)}, P]")
+        for name in ("mask", "prompt_mask"):
+            if getattr(self, name).dtype != torch.bool:
+                raise ValueError(f"Rollouts: {name} is {getattr(self, name).dtype}, expected bool")
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -289,9 +300,9 @@ def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_
     A row depends on seed, prompt, sample index and T alone. The k-th occurrence of a prompt continues its sample index.
     """
     streams, drawn = {}, []
-    for prompt in map(tuple, prompts):
+    for prompt in (tuple(map(int, prompt)) for prompt in prompts):
         if prompt not in streams:
-            digest = hashlib.sha256(repr((seed, prompt)).encode()).digest()
+            digest = hashlib.sha256(repr((int(seed), prompt)).encode()).digest()
             streams[prompt] = np.random.default_rng(int.from_bytes(digest, "big"))
         drawn.append(streams[prompt].random((num_generations, max_completion_length)))
     return torch.from_numpy(np.concatenate(drawn))
@@ -393,11 +404,12 @@ for g in range(4):
     assert torch.equal(first.completion_ids[:3, :width], again.completion_ids)
 
 # %% [markdown]
-# ## Masking is not a detail
+# ## Which tokens are actions
 #
-# Prompt tokens were not chosen by the policy: they are state, not action, and get no gradient. Padding is not text.
-# After the stop token there is nothing. But the stop token itself *was* chosen, and if it is masked, the model slowly
-# forgets to stop. None of these mistakes crashes. The run trains, converges to something, and is quietly wrong.
+# The policy gradient has one term per action, and the tensors hold much that is no action: the prompt, which is the first
+# state; padding, which only makes the rows equally long; and whatever an engine wrote behind the end of an answer. The
+# mask says which entries are actions. The last of them is the stop token. Whoever leaves it out never rewards ending an
+# answer, and the model slowly forgets to. No mask raises an error, and with a wrong one the loss still looks like a loss.
 #
 # In the classic accident, pad and end-of-sequence share an id, and the mask is made by comparing ids:
 
@@ -835,15 +847,22 @@ class OutputHead:
 def output_head(model) -> OutputHead:
     """The output head of an ``AutoModelForCausalLM`` (section 11).
 
-    Knows the scales of Cohere (``logit_scale``), Granite (``logits_scaling``) and Falcon-H1 (``lm_head_multiplier``) and
-    the soft caps of Gemma and RecurrentGemma. ValueError if the head is not a linear layer. Whether there is something
-    else between the hidden states and the logits, `require_output_head` finds out.
+    Knows the scales of Cohere (``logit_scale``), Granite and HyperCLOVA X (``logits_scaling``) and Falcon-H1
+    (``lm_head_multiplier``) and the soft caps of Gemma and RecurrentGemma. ValueError if the head is not a plain linear
+    layer. Whether there is something else between the hidden states and the logits, `require_output_head` finds out.
     """
     layer, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(layer, torch.nn.Linear):
         raise ValueError(f"{type(model).__name__}: the output head is a {type(layer).__name__}, not a linear layer")
+    if type(layer).forward is not torch.nn.Linear.forward:
+        raise ValueError(
+            f"{type(model).__name__}: the output head is a {type(layer).__name__} with a forward of its own, as adapters and "
+            "quantisation have; merge the adapter into the weight, or leave the head out of it"
+        )
     factors = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
-    scale = math.prod(factor for factor in factors if factor is not None) / getattr(config, "logits_scaling", 1.0)
+    scaling = getattr(config, "logits_scaling", 1.0)  # Granite divides by it, HyperCLOVA X multiplies
+    factors.append(scaling if config.model_type.startswith("hyperclovax") else 1 / scaling)
+    scale = math.prod(factor for factor in factors if factor is not None)
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     return OutputHead(layer.weight, layer.bias, scale, softcap)
 
@@ -1181,15 +1200,27 @@ class FusedLogprobs(torch.autograd.Function):
         return *gradients.finished(), None, None, None, None
 
 
-def check_tokens(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """ValueError unless hidden is ``[N, D]``, weight ``[V, D]`` and targets ``[N]`` within ``[0, V)``."""
+def check_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, temperature=1.0, bias=None, softcap=None) -> None:
+    """ValueError unless hidden is ``[N, D]``, weight ``[V, D]``, bias ``[V]``, targets ``[N]`` within ``[0, V)``."""
     if hidden.ndim != 2 or hidden.shape[1:] != weight.shape[1:] or hidden.shape[:1] != targets.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
         raise ValueError(f"hidden, weight and targets have shapes {shapes}; expected [N, D], [V, D] and [N]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, the vocabulary has {len(weight)} tokens")
+    if not temperature > 0 or (softcap is not None and not softcap > 0):
+        raise ValueError(f"temperature is {temperature}, softcap {softcap}; choose them above 0 (softcap None is no cap)")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets are {targets.dtype}, expected int64")
     if len(targets) and not (targets.min() >= 0 and targets.max() < len(weight)):
         raise ValueError(
             f"targets run from {targets.min()} to {targets.max()}, the vocabulary has {len(weight)} tokens"
         )
+
+
+def promoted(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in the widest of their dtypes."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    return [x.to(dtype) for x in tensors]
 
 
 # %% [markdown]
@@ -1212,10 +1243,11 @@ def fused_logprobs(
 
     ``hidden`` float ``[N, D]``, ``weight`` float ``[V, D]``, ``targets`` int64 ``[N]``, ``bias`` float ``[V]``; the other
     arguments as in `OutputHead`. Results are float32 (float64 stays) for any input, and both can be differentiated, once,
-    with respect to hidden, weight and bias. N may be 0. ValueError for shapes that do not fit and targets outside
-    ``[0, V)``. Milakov and Gimelshein, 2018; Wijmans et al., 2024, who fuse the cross-entropy alone.
+    with respect to hidden, weight and bias. N may be 0. ValueError for shapes that do not fit, targets outside
+    ``[0, V)``, and a temperature or softcap that is not positive. Milakov and Gimelshein, 2018; Wijmans et al., 2024, who fuse the cross-entropy alone.
     """
-    check_tokens(hidden, weight, targets)
+    check_tokens(hidden, weight, targets, temperature, bias, softcap)
+    hidden, weight = promoted(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
         return FusedLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, scale)
 
@@ -1238,7 +1270,13 @@ def token_slopes(token_loss: Callable, logprobs: Tensor, entropy: Tensor, rows: 
     with torch.enable_grad():
         leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
         loss = token_loss(*leaves, rows)
-        d_logprobs, d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+        if not (isinstance(loss, Tensor) and loss.ndim == 0):
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ValueError(f"token_loss returned {got}; return a scalar tensor, the sum over its tokens")
+        slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None, None)
+    d_logprobs, d_entropy = slopes
+    if d_logprobs is None and d_entropy is None:
+        raise ValueError("token_loss does not depend on the log-probs or entropies that it is given")
     return loss.detach(), (torch.zeros_like(logprobs) if d_logprobs is None else d_logprobs, d_entropy)
 
 
@@ -1311,11 +1349,13 @@ def fused_token_loss(
     """A loss that is a sum over tokens, and the log-probs and entropies it was made of, without the logits (section 11).
 
     ``token_loss(logprobs [n], entropy [n], rows)`` gives the summed loss of the tokens ``rows``, a slice of ``range(N)``,
-    differentiable by autograd. Returns the loss (scalar), log-probs ``[N]`` and entropies ``[N]``, the last two detached,
+    differentiable by autograd; other parameters that it uses get no gradient. ValueError if it is not a scalar tensor made
+    of log-probs or entropies. Returns the loss (scalar), log-probs ``[N]`` and entropies ``[N]``, the last two detached,
     in float32 (float64 stays). The gradients are computed in this call and can be handed out once. Other arguments and
     errors as in `fused_logprobs`. N may be 0.
     """
-    check_tokens(hidden, weight, targets)
+    check_tokens(hidden, weight, targets, temperature, bias, softcap)
+    hidden, weight = promoted(hidden, weight)
     differentiate = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
         arguments = hidden, weight, bias, targets, token_loss, temperature, softcap, scale, differentiate
@@ -1329,13 +1369,21 @@ def fused_token_loss(
 
 
 # %% tags=["export:logprobs"]
+def trunk(model) -> torch.nn.Module:
+    """The model without its output head, which returns hidden states; ValueError if there is none to be found (section 11)."""
+    for part in (model.base_model, getattr(model, "model", None)):  # Llama 4's base_model is the whole model
+        if part is not None and part is not model:
+            return part
+    raise ValueError(f"{type(model).__name__}: neither .base_model nor .model is the network below the output head")
+
+
 def hidden_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor) -> Tensor:
     """What the output head of ``model`` sees for every completion token, ``[B, T, D]`` (section 11).
 
     Aligned like `completion_logits`: entry ``[i, t]`` belongs to the distribution of token t. Arguments as there.
     """
     inputs = completion_inputs(prompt_ids, prompt_mask, completion_ids)
-    states = model.base_model(**inputs, use_cache=False).last_hidden_state
+    states = trunk(model)(**inputs, use_cache=False).last_hidden_state
     return states[:, prompt_ids.shape[1] - 1 : -1]
 
 
@@ -1400,16 +1448,22 @@ def unflatten(values: Tensor, mask: Tensor) -> Tensor:
 
 # %% tags=["export:logprobs"]
 def require_output_head(model) -> None:
-    """ValueError unless `output_head` reproduces the logits of ``model``; a forward pass over three tokens (section 11)."""
-    ids = torch.arange(3, device=next(model.parameters()).device)[None]
-    prompt, completion = (ids[:, :2], torch.ones_like(ids[:, :2], dtype=torch.bool)), ids[:, 2:]
+    """ValueError unless `output_head` reproduces the model's log-probs of a whole vocabulary (section 11).
+
+    A forward pass over three tokens. They must agree within 0.001 nats, in half precision within 3 % of the largest logit.
+    """
+    head = output_head(model)
+    ids = torch.arange(3, device=head.weight.device)[None] % len(head.weight)
+    inputs = ids[:, :2], torch.ones_like(ids[:, :2], dtype=torch.bool), ids[:, 2:]
     with torch.no_grad():
-        expected = token_logprobs(model, *prompt, completion)
-        found, _ = completion_logprobs(model, *prompt, completion, torch.ones_like(completion, dtype=torch.bool))
-    if (found - expected).abs().max() > 0.05 * expected.abs().max():
+        expected = completion_logits(model, *inputs)[0]
+        found = tile_logits(hidden_states(model, *inputs)[0], head, temperature=1.0)
+    far = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max()
+    half = head.weight.dtype in (torch.bfloat16, torch.float16)
+    if not far <= (0.03 * expected.abs().max() if half else 1e-3):
         raise ValueError(
-            f"{type(model).__name__}: log-probs from hidden states and output head differ from the model's own, "
-            f"{found.item():.3f} and {expected.item():.3f}; does it transform its logits in a way that output_head does not know?"
+            f"{type(model).__name__}: log-probs from hidden states and output head differ from the model's own by up to "
+            f"{far:.2g} nats; does it transform its logits in a way that output_head does not know?"
         )
 
 

@@ -46,6 +46,15 @@ def test_wrong_shapes_are_refused():
     rollouts = rollouts_of([2, 3])
     with pytest.raises(ValueError, match=r"advantages has shape \(2,\)"):
         replace(rollouts, advantages=torch.zeros(2))
+    for name in ("truncated", "group", "rewards", "graded"):
+        with pytest.raises(ValueError, match=rf"{name} has shape \(2, 1\), expected \(2,\)"):
+            replace(rollouts, **{name: torch.zeros(2, 1)})
+    for wrong in (rollouts.prompt_mask[:, 1:], rollouts.prompt_mask[:1]):
+        with pytest.raises(ValueError, match="prompt_ids and prompt_mask have shapes"):
+            replace(rollouts, prompt_mask=wrong)
+    for name in ("mask", "prompt_mask"):
+        with pytest.raises(ValueError, match=f"{name} is torch.int64, expected bool"):
+            replace(rollouts, **{name: getattr(rollouts, name).long()})
 
 
 def test_select_and_trim_touch_every_known_field():

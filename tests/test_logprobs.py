@@ -32,6 +32,8 @@ MODELS = {
     "gemma3_text uncapped": GROUPED,
     "cohere": GROUPED | {"logit_scale": 0.25},
     "granite": GROUPED | {"logits_scaling": 4.0},
+    "hyperclovax": GROUPED | {"logits_scaling": 0.5},
+    "llama4_text": GROUPED | {"intermediate_size_mlp": 24, "num_local_experts": 2},
     "gpt2": GPT2,
     "opt": SMALL | {"ffn_dim": 24, "max_position_embeddings": 64, "word_embed_proj_dim": D},
     "phi": GROUPED,
@@ -351,3 +353,88 @@ def test_a_head_that_output_head_does_not_know_is_refused():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(ValueError, match="Sequential, not a linear layer"):
         lmrl.logprobs.output_head(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bend", [lambda z: 1.05 * z, lambda z: 1.2 * z, lambda z: 10 * (z / 10).tanh()])
+def test_a_slightly_different_head_is_refused(bend, dtype):
+    model = build("qwen3", dtype)
+    require_output_head(model)
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: bend(logits))
+    with pytest.raises(ValueError, match="differ from the model's own by up to"):
+        require_output_head(model)
+
+
+def test_a_vocabulary_of_two_tokens_can_be_asked():
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3", **GROUPED | {"vocab_size": 2})
+    require_output_head(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused():
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 0 * x.sum()
+
+    model = build("qwen3")
+    model.lm_head = Adapted(D, V, bias=False, dtype=torch.float64)
+    with pytest.raises(ValueError, match="Adapted with a forward of its own.*merge the adapter"):
+        lmrl.logprobs.output_head(model)
+
+
+def test_a_model_without_a_trunk_is_refused():
+    model = build("qwen3")
+    with pytest.raises(ValueError, match="Qwen3Model: neither"):
+        lmrl.logprobs.trunk(model.model)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"softcap": 0.0}, "softcap 0.0"),
+        ({"bias": torch.zeros(1)}, r"bias has shape \(1,\)"),
+        ({"bias": torch.zeros(8)}, r"bias has shape \(8,\)"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    hidden, weight, _, targets, _ = case(3, 7, 4)
+    with pytest.raises(ValueError, match=message):
+        lmrl.logprobs.fused_logprobs(hidden, weight, targets, **settings)
+    with pytest.raises(ValueError, match=message):
+        lmrl.logprobs.fused_token_loss(hidden, weight, targets, lambda logprobs, *_: logprobs.sum(), **settings)
+    with pytest.raises(ValueError, match="torch.int32"):
+        lmrl.logprobs.fused_logprobs(hidden, weight, targets.int())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_mixed_dtypes_are_promoted(dtypes):
+    hidden, weight, _, targets, slopes = case(5, 9, 4)
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x, dtype in zip((hidden, weight), dtypes))
+    zero = torch.zeros(9, dtype=torch.float64).requires_grad_()
+    values = materialised(hidden.double(), weight.double(), zero, targets, 1.0)
+    leaves = hidden, weight, zero
+    expected = *values, *torch.autograd.grad((slopes[0] * values[0] + slopes[1] * values[1]).sum(), leaves)
+    for found in both_operators(hidden, weight, zero, targets, slopes, 1.0):
+        assert [x.dtype for x in found] == [x.dtype for x in expected]
+        for a, b in zip(expected[:2], found[:2], strict=True):
+            assert (a - b).abs().max() < 1e-12
+        for a, b in zip(expected[2:], found[2:], strict=True):
+            assert (a - b).norm() <= 1e-6 * a.norm()
+
+
+@pytest.mark.parametrize(
+    "token_loss, message",
+    [
+        (lambda logprobs, *_: logprobs, r"shape \(3,\)"),
+        (lambda logprobs, *_: 0.0, "returned 0.0"),
+        (lambda logprobs, *_: None, "returned None"),
+        (lambda logprobs, *_: torch.zeros(()), "does not depend"),
+        (lambda logprobs, *_: torch.ones((), requires_grad=True) * 2, "does not depend"),
+    ],
+)
+def test_a_token_loss_that_is_no_loss_is_refused(token_loss, message):
+    hidden, weight, _, targets, _ = case(3, 7, 4)
+    with pytest.raises(ValueError, match=message):
+        lmrl.logprobs.fused_token_loss(hidden, weight, targets, token_loss)

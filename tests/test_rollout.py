@@ -185,6 +185,11 @@ def test_the_random_numbers_differ_by_seed_prompt_sample_and_token():
     assert torch.isin(row_uniforms([[1], [9]], 1, 5, seed=19), row_uniforms([[1, 9]], 2, 5, seed=19)).sum() == 0
 
 
+def test_the_random_numbers_do_not_depend_on_the_kind_of_integer():
+    expected = row_uniforms([SHORT], 2, 5, seed=3)
+    assert torch.equal(row_uniforms(torch.tensor([SHORT]).numpy(), 2, 5, seed=torch.tensor(3).numpy()[()]), expected)
+
+
 def test_each_distinct_prompt_is_read_once():
     sampler, prompts = sampler_and_prompts()
     shapes = []
