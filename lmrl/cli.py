@@ -112,7 +112,7 @@ class PlanConfig(TrainConfig):
     """The settings of a plan (section 12): those of `lmrl train`, of which it reads what changes memory, and these."""
 
     max_prompt_length: int | None = None
-    """Tokens of the longest prompt; by default 8 for the tiny policy and 512 for others."""
+    """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others."""
     critic: bool = False
     """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along."""
     reward_model: str | None = None
@@ -123,8 +123,6 @@ class PlanConfig(TrainConfig):
     """float32 copies of bfloat16 weights for the optimiser."""
     optim: str = "adamw"
     """"adamw" or "sgd"."""
-    gradient_checkpointing: bool = False
-    """Keep only the inputs of the layers and compute their insides twice."""
     fused_logits: bool = True
     """Section 11's log-probs; without, the logits of a batch are held in full."""
     world_size: int = 1
@@ -139,10 +137,12 @@ def plan_memory(config: PlanConfig) -> int:
     reward_model = policy
     if config.reward_model != "same":
         reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
+    room = 512 if policy.positions is None else policy.positions - config.max_completion_length
+    default = 8 if tiny else max(1, min(512, room))
     setup = Setup(
         completions=config.completions_per_step,
         batch=config.per_device_train_batch_size,
-        max_prompt_length=config.max_prompt_length or (8 if tiny else 512),
+        max_prompt_length=default if config.max_prompt_length is None else config.max_prompt_length,
         max_completion_length=config.max_completion_length,
         num_generations=config.num_generations,
         master_weights=config.master_weights,
@@ -151,7 +151,8 @@ def plan_memory(config: PlanConfig) -> int:
         critic=config.critic or config.advantage_estimator == "gae",
         reward_model=reward_model,
         use_vllm=config.use_vllm,
-        gradient_checkpointing=config.gradient_checkpointing,
+        vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        vllm_enable_sleep_mode=config.vllm_enable_sleep_mode,
         fused_logits=config.fused_logits,
         world_size=config.world_size,
     )

@@ -34,13 +34,16 @@
 # %%
 import copy
 import importlib
+import logging
 import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import ipywidgets as widgets
 import torch
@@ -50,6 +53,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -273,16 +277,45 @@ class KeptBytes:
 
 
 # %% tags=["export"]
+@contextmanager
+def traceable():
+    """For passes without numbers: experts can be traced in every format, and what cannot be raises without a log (section 12).
+
+    The kernel that multiplies by many experts at once knows its shapes in bfloat16 alone; transformers' other form of the
+    same product, which keeps the same, knows them in every format.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False):
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def skip(layer: torch.nn.Module, like: list) -> None:
+    """Make ``layer`` hand on its input, in a tuple if the last entry of ``like``, another layer's output, is one."""
+
+    def forward(hidden_states, *args, **options):
+        return (hidden_states, *like[-1][1:]) if isinstance(like[-1], tuple) else hidden_states
+
+    layer.forward = forward
+
+
+# %% tags=["export"]
 def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
     """Bytes that autograd keeps for one row of ``length`` tokens: in the whole trunk, in its largest layer (section 12)."""
-    with FakeTensorMode():
+    with traceable(), FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         layers = decoder_layers(model)
         kinds, shown = [layer_kind(layer) for layer in layers], Counter()
+        outputs = {kind: [] for kind in kinds}
         for layer, kind in zip(layers, kinds, strict=True):
             shown[kind] += 1
             if shown[kind] > 2:
-                layer.forward = lambda hidden_states, *args, **options: hidden_states
+                skip(layer, like=outputs[kind])
+            else:
+                layer.register_forward_hook(lambda *call, made=outputs[kind]: made.append(call[-1]))
         counted = KeptBytes(model, layers)
         ids, mask = torch.zeros(1, length, dtype=torch.int64), torch.ones(1, length, dtype=torch.int64)
         with saved_tensors_hooks(counted.pack, lambda tensor: tensor):
@@ -329,7 +362,8 @@ for config in (
 #
 # $$B L \cdot L_{\text{layers}}\, b D \;+\; \text{one layer's } B\,(aL + cL^2) .$$
 #
-# The price is a second forward pass, about a third more arithmetic in learning.
+# The price is a second forward pass, about a third more arithmetic in learning. The trainer of section 16 does not do this
+# yet, so `lmrl plan` does not offer it; here it shows what it would save.
 #
 # ## What a token costs while it is written
 #
@@ -349,11 +383,13 @@ def cache_layers(model) -> tuple[tuple[int, int | None], ...]:
 
     ``model`` is on the meta device. Raises ValueError if its state is not a key-value cache.
     """
+    if getattr(model, "_is_stateful", False):
+        raise ValueError("its recurrent state is not a key-value cache")
     token = torch.zeros(1, 1, model.get_input_embeddings().embedding_dim, dtype=model.dtype, device="meta")
     with torch.no_grad():
         cache = getattr(model.base_model(inputs_embeds=token, use_cache=True), "past_key_values", None)
     if not all(torch.is_tensor(getattr(layer, "keys", None)) for layer in getattr(cache, "layers", [None])):
-        raise ValueError(f"the state of a {model.config.model_type} is not a key-value cache; plan another model")
+        raise ValueError("its state is not a key-value cache")
     return tuple(
         (layer.keys.numel() + layer.values.numel(), layer.sliding_window if layer.is_sliding else None)
         for layer in cache.layers
@@ -370,7 +406,8 @@ class ModelShape:
     """What a plan needs to know of a model, found without its weights by `shape_of` (section 12).
 
     ``outside_layers`` and ``largest_layer`` are parameter counts, ``cache`` holds for each layer the numbers per token and the
-    window, ``kept`` and ``kept_in_layer`` what autograd keeps of a row in the trunk and in its largest layer.
+    window, ``kept`` and ``kept_in_layer`` what autograd keeps of a row in the trunk and in its largest layer, ``positions`` the
+    most tokens of a row (None if there is no limit).
     """
 
     name: str
@@ -386,20 +423,30 @@ class ModelShape:
     cache: tuple[tuple[int, int | None], ...]
     kept: Growth
     kept_in_layer: Growth
+    positions: int | None = None
 
 
 def shape_of(config, dtype: torch.dtype) -> ModelShape:
     """The `ModelShape` of a Hugging Face ``config`` whose weights are held in ``dtype`` (section 12).
 
-    Raises ValueError if the architecture cannot be built or traced without numbers; the message says why.
+    Of a multimodal config it is the language model's. Raises ValueError if the architecture cannot be built or traced
+    without numbers, or has a recurrent state; the message says why.
     """
     try:
-        model = without_weights(config, dtype)
-        layers, text = [parameter_count(layer) for layer in decoder_layers(model)], config.get_text_config()
-        kept, kept_in_layer = kept_per_row(config, dtype)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise ValueError(f"cannot plan a {config.model_type} in {str(dtype)[6:]}: {reason}") from error
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError("transformers has no causal language model of that kind")
+        text = config.get_text_config()
+        model = without_weights(text, dtype)
+        layers = [parameter_count(layer) for layer in decoder_layers(model)]
+        if not layers:
+            raise ValueError("it has no layers that transformers could checkpoint one by one, which the plan counts")
+        with traceable():
+            cache = cache_layers(model)
+        kept, kept_in_layer = kept_per_row(text, dtype)
+    except Exception as error:  # models that are not made for this raise many kinds
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"cannot plan a {config.model_type} in {str(dtype)[6:]}: {kind}{reason}") from error
     return ModelShape(
         name=config.model_type,
         dtype=dtype,
@@ -411,9 +458,10 @@ def shape_of(config, dtype: torch.dtype) -> ModelShape:
         num_layers=len(layers),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        cache=cache_layers(model),
+        cache=cache,
         kept=kept,
         kept_in_layer=kept_in_layer,
+        positions=getattr(text, "max_position_embeddings", None),
     )
 
 
@@ -461,8 +509,8 @@ assert shapes["8B"].parameters == 8_190_735_360 and shapes["0.6B"].parameters ==
 # \text{fused: } \underbrace{4\, n V}_{\text{a block of } n \text{ tokens}} +
 # \underbrace{(4 + b)\, V D}_{\text{gradient of the head}} + \underbrace{(4 + b)\, N D}_{\text{hidden states and gradient}} .$$
 #
-# The second is section 11's log-probs, which walk over the tokens $n = 256$ at a time (128 for a large vocabulary) and
-# add the head's gradient up in float32. Only the third term grows with the batch, and $D$ is far below $3 V$. With few
+# The second is section 11's log-probs, which walk over the tokens $n = \max(160, \lfloor 2^{24} / V \rfloor)$ at a time (160
+# for 151,936 entries, 524 for 32,000) and add the head's gradient up in float32. Only the third term grows with the batch, and $D$ is far below $3 V$. With few
 # tokens and a wide model the head's gradient is the larger of the two, and nothing is saved:
 
 
@@ -506,7 +554,9 @@ class Setup:
 
     A step has ``completions`` rows, shared by ``world_size`` GPUs; at most ``batch`` rows go through the model at once.
     ``reward_model`` is its `ModelShape`. ``use_vllm`` adds an engine on the same GPU, which holds a prompt's cache once for its
-    ``num_generations`` completions. Without it the trainer's own weights generate.
+    ``num_generations`` completions. Without it the trainer's own weights generate. The engine takes the share
+    ``vllm_gpu_memory_utilization`` of a GPU, all the time, or with ``vllm_enable_sleep_mode`` while it generates.
+    ``gradient_checkpointing`` is not in section 16's trainer yet.
     """
 
     completions: int
@@ -520,6 +570,8 @@ class Setup:
     critic: bool = False
     reward_model: ModelShape | None = None
     use_vllm: bool = False
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_enable_sleep_mode: bool = False
     gradient_checkpointing: bool = False
     fused_logits: bool = True
     world_size: int = 1
@@ -575,8 +627,14 @@ def model_residents(policy: ModelShape, setup: Setup) -> list[Resident]:
         frozen["reward model"] = (scorer.trunk_parameters + scorer.hidden_size) * scorer.dtype.itemsize
     found += [Resident(owner, "weights", part // setup.world_size, "always") for owner, part in frozen.items()]
     if setup.use_vllm:
-        found.append(Resident("engine", "weights", policy.parameters * policy.dtype.itemsize, "always"))
+        size = policy.parameters * policy.dtype.itemsize
+        found += [Resident("engine", "weights", size, when) for when in engine_moments(setup)]
     return found
+
+
+def engine_moments(setup: Setup) -> tuple[str, ...]:
+    """When the engine is in memory: always, or while it generates, if it sleeps otherwise (section 12)."""
+    return ("reading", "writing") if setup.vllm_enable_sleep_mode else ("always",)
 
 
 # %% [markdown]
@@ -681,11 +739,17 @@ def plan(policy: ModelShape, setup: Setup) -> Plan:
     leaves out what the program itself, a CUDA context, the allocator's fragments and an
     engine's own buffers take, and the forward passes of reward model and reference, which are smaller than learning.
     Steps on a GPU, and what ``world_size`` takes from FSDP's rules, have not been measured. Raises ValueError as `training_bytes`,
-    and for counts below 1.
+    for counts below 1, and for rows longer than the model has positions.
     """
     for name in ("completions", "batch", "max_prompt_length", "max_completion_length", "num_generations", "world_size"):
         if getattr(setup, name) < 1:
             raise ValueError(f"{name} is {getattr(setup, name)}; it must be at least 1")
+    prompt, completion = setup.max_prompt_length, setup.max_completion_length
+    if policy.positions is not None and prompt + completion > policy.positions:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and a completion of up to {completion} are {prompt + completion}, but "
+            f"the model has {policy.positions} positions; lower max_completion_length or max_prompt_length"
+        )
     parts = (model_residents, gathered, reading, writing, learning, stepping)
     return Plan(tuple(resident for part in parts for resident in part(policy, setup) if resident.bytes))
 
@@ -794,6 +858,10 @@ for dtype, fused in ((torch.float32, False), (torch.float32, True), (torch.bfloa
 # room of its own, which we left out. Two things the plan does not see at all. A process weighs more than its tensors:
 # on a CPU we measured 0.16 to 0.19 GB on top of what importing the libraries had taken, and on a GPU there is a CUDA
 # context of about half a GB. And an allocator leaves gaps. So we call a GPU of 80 GB full at 90 %.
+#
+# An engine does not take what it needs but a fixed share of the GPU (`vllm_gpu_memory_utilization`) and fills it with cache. What
+# fits therefore depends on the size of the GPU twice: the share must hold the engine's weights and at least one row, and
+# the rest must hold the trainer. In sleep mode the share is taken only while the engine generates.
 
 
 # %% tags=["export"]
@@ -801,13 +869,41 @@ GPU_SIZES = (24, 80, 141)  # GiB, as sold: RTX 4090 and A10; A100 and H100; H200
 USABLE = 0.9
 
 
+def engine_share(setup: Setup, size: float) -> int:
+    """Bytes that the engine takes of a GPU of ``size`` GiB; 0 without one (section 12)."""
+    return round(setup.vllm_gpu_memory_utilization * size * 2**30) if setup.use_vllm else 0
+
+
+def plan_on(policy: ModelShape, setup: Setup, size: float) -> Plan:
+    """`plan` on GPUs of ``size`` GiB, of which an engine takes its whole share, whatever it needs (section 12)."""
+    if not setup.use_vllm:
+        return plan(policy, setup)
+    rest = [part for part in plan(policy, setup).residents if part.owner != "engine"]
+    share = engine_share(setup, size)
+    return Plan((*rest, *(Resident("engine", "share of the GPU", share, when) for when in engine_moments(setup))))
+
+
+def engine_fits(policy: ModelShape, setup: Setup, size: float) -> bool:
+    """Whether the engine's share of ``size`` GiB holds its weights and one row; it can write the others in turn (section 12)."""
+    row = cache_bytes(policy, 1, setup.max_prompt_length + setup.max_completion_length)
+    return not setup.use_vllm or policy.parameters * policy.dtype.itemsize + row <= engine_share(setup, size)
+
+
+def gpu_counts(setup: Setup) -> list[int]:
+    """``setup.world_size`` and its doubles up to 1024 (section 12)."""
+    counts = [setup.world_size]
+    while 2 * counts[-1] <= 1024:
+        counts.append(2 * counts[-1])
+    return counts
+
+
 def gpus_needed(policy: ModelShape, setup: Setup, size: float) -> int | None:
-    """The least power of two of GPUs of ``size`` GiB, from ``setup.world_size`` to 1024, on which the step fits (section 12)."""
-    count = setup.world_size
-    while count <= 1024:
-        if plan(policy, replace(setup, world_size=count)).peak <= USABLE * size * 2**30:
+    """The least of `gpu_counts` of GPUs of ``size`` GiB on which the step fits, or None (section 12)."""
+    if not engine_fits(policy, setup, size):
+        return None
+    for count in gpu_counts(setup):
+        if plan_on(policy, replace(setup, world_size=count), size).peak <= USABLE * size * 2**30:
             return count
-        count *= 2
     return None
 
 
@@ -827,11 +923,16 @@ def plan_table(policy: ModelShape, setup: Setup) -> str:
 
 def verdict(policy: ModelShape, setup: Setup, size: float) -> str:
     """One line: on how many GPUs of ``size`` GiB the step fits (section 12)."""
-    count = gpus_needed(policy, setup, size)
+    share = engine_share(setup, size) / 2**30
+    if not engine_fits(policy, setup, size):
+        need = "its weights and one completion; raise vllm_gpu_memory_utilization"
+        return f"{size} GB: does not fit, the engine's share of {share:.2f} GiB does not hold {need}"
+    count, engine = gpus_needed(policy, setup, size), f", the engine's {share:.2f} included" if share else ""
     if count is None:
-        return f"{size} GB: does not fit on 1024 GPUs either; try fewer rows at once, checkpointing, or no engine beside it"
-    peak = plan(policy, replace(setup, world_size=count)).peak / 2**30
-    return f"{size} GB: fits on {count} GPU{'s' * (count > 1)}, {peak:.2f} GiB on each"
+        hint = "fewer rows at once" + (", a smaller share for the engine or its sleep mode" if share else "")
+        return f"{size} GB: does not fit on {gpu_counts(setup)[-1]} GPUs either{engine}; try {hint}"
+    peak = plan_on(policy, replace(setup, world_size=count), size).peak / 2**30
+    return f"{size} GB: fits on {count} GPU{'s' * (count > 1)}, {peak:.2f} GiB on each{engine}"
 
 
 # %%
@@ -1109,7 +1210,7 @@ def load_tokenizer(path: str | Path):
 # - **Dropout** makes the policy a different function at every call. The answer was sampled from one function, the
 #   log-probs would be taken from another, and the ratio of the two, which should be exactly 1 before the first update,
 #   would not be. Reinforcement learning has its own noise. We switch dropout off for good, also for those who call
-#   `model.train()` later (gradient checkpointing, for example, wants that).
+#   `model.train()` later.
 
 
 # %% tags=["export:models"]
@@ -1221,7 +1322,7 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
     """A trainable critic without dropout whose head starts at 0, on a copy of a trunk or on the policy's own (section 12).
 
     ``source`` is the policy, or the path of a model, loaded as in `load_policy` with ``dtype`` and ``device``. ``shared`` takes
-    the policy's trunk itself. Raises ValueError if there is no policy to share it with.
+    the policy's trunk itself, whose dropout is switched off too. A copy learns even where ``source`` is frozen. Raises ValueError if there is no policy to share it with.
     """
     if isinstance(source, (str, Path)):
         if shared:
@@ -1229,8 +1330,8 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
         source = load_policy(source, dtype=dtype, device=device)
         shared = True  # nobody else has it
     if shared:
-        return Critic(source.base_model, source.config.get_text_config().hidden_size).eval()
-    return build_critic(source)
+        return disable_dropout(Critic(source.base_model, source.config.get_text_config().hidden_size))
+    return disable_dropout(build_critic(source)).requires_grad_(True)
 
 
 # %%

@@ -1,4 +1,5 @@
 import copy
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -6,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     MixtralConfig,
     Qwen3Config,
 )
@@ -25,6 +26,7 @@ from lmrl.memory import (
     logits_bytes,
     parameter_count,
     plan,
+    plan_on,
     plan_table,
     shape_of,
     training_bytes,
@@ -91,7 +93,7 @@ def test_cache_is_what_a_real_cache_holds(name, length):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "mixtral"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_activations_are_what_autograd_keeps(name, dtype):
     kept, model = {}, AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -111,15 +113,66 @@ def test_activations_are_what_autograd_keeps(name, dtype):
     assert shape_of(CONFIGS[name], dtype).kept.bytes(3, 70) == pytest.approx(real, rel=0.02)
 
 
-def test_mixture_of_experts_is_planned_in_bfloat16_and_refused_in_float32():
+def test_a_mixture_of_experts_keeps_more_than_a_dense_model():
     assert BFLOAT16["mixtral"].kept.linear > BFLOAT16["llama"].kept.linear
-    with pytest.raises(ValueError, match="cannot plan a mixtral in float32: RuntimeError: "):
-        shape_of(CONFIGS["mixtral"], torch.float32)
 
 
-def test_a_model_without_a_key_value_cache_is_refused():
-    with pytest.raises(ValueError, match="mamba"):
-        shape_of(MambaConfig(vocab_size=15, hidden_size=16, state_size=4, num_hidden_layers=1), torch.bfloat16)
+GPTJ = {"n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8, "vocab_size": 500}
+TUPLES = {
+    "gptj": GPTJ,
+    "codegen": GPTJ,
+    "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 500},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4, "vocab_size": 500},
+}
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_models_whose_layers_return_tuples(name):
+    config = AutoConfig.for_model(name, **TUPLES[name])
+    shallow = AutoConfig.for_model(name, **TUPLES[name] | {"n_layers" if name == "mpt" else "n_layer": 2})
+    deep, two = (shape_of(each, torch.float32) for each in (config, shallow))
+    assert deep.num_layers == 4 and two.num_layers == 2
+    assert deep.kept.linear == pytest.approx(two.kept.linear + 2 * deep.kept_in_layer.linear, rel=0.02)
+
+
+def test_the_language_model_of_a_multimodal_config_is_planned():
+    config = AutoConfig.for_model("gemma3", text_config=dict(SMALL, head_dim=32))
+    text = shape_of(config.get_text_config(), torch.bfloat16)
+    assert shape_of(config, torch.bfloat16) == replace(text, name="gemma3")
+
+
+HYBRID = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2}
+REFUSED = {
+    "mamba": (HYBRID, "its recurrent state is not a key-value cache"),
+    "falcon_h1": (HYBRID, "its recurrent state is not a key-value cache"),
+    "rwkv": (HYBRID, "its recurrent state is not a key-value cache"),
+    "bert": (HYBRID | {"num_attention_heads": 4}, "its state is not a key-value cache"),
+    "biogpt": (HYBRID | {"num_attention_heads": 4, "intermediate_size": 64}, "RuntimeError: "),
+    "ctrl": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 64, "vocab_size": 50}, "it has no layers"),
+    "openai-gpt": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 50}, "it has no layers"),
+    "llama": (SMALL | {"num_hidden_layers": 0}, "it has no layers"),
+    "t5": ({}, "transformers has no causal language model of that kind"),
+    "llava": ({}, "transformers has no causal language model of that kind"),
+    "vit": ({}, "transformers has no causal language model of that kind"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_planned_is_one_short_line(name):
+    options, reason = REFUSED[name]
+    with pytest.raises(ValueError) as refused:
+        shape_of(AutoConfig.for_model(name, **options), torch.bfloat16)
+    line = str(refused.value)
+    assert line.startswith(f"cannot plan a {name} in bfloat16: {reason}")
+    assert "\n" not in line and len(line) < 200
+
+
+def test_a_config_that_cannot_be_traced_leaves_no_log(caplog):
+    config = AutoConfig.for_model("qwen3_moe", **SMALL, num_experts=4, num_experts_per_tok=8, moe_intermediate_size=32)
+    with pytest.raises(ValueError, match="cannot plan a qwen3_moe in float32: RuntimeError: "):
+        shape_of(config, torch.float32)
+    assert not caplog.records
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 @pytest.mark.parametrize(("optim", "states"), [("adamw", 2), ("sgd", 0)])
@@ -169,6 +222,23 @@ def test_toggles_add_and_remove_what_they_name():
     assert materialised.during("learning") - fused.during("learning") > 5 * 64 * 30 * 500
 
 
+def test_rows_longer_than_the_positions_are_refused():
+    policy = BFLOAT16["gpt2"]
+    plan(policy, replace(STEP, max_prompt_length=1024 - 30))
+    message = "1000 tokens and a completion of up to 30 are 1030, but the model has 1024 positions"
+    with pytest.raises(ValueError, match=message):
+        plan(policy, replace(STEP, max_prompt_length=1000))
+
+
+def test_an_engine_that_sleeps_is_there_while_it_generates_alone():
+    policy, setup = BFLOAT16["llama"], replace(STEP, use_vllm=True)
+    awake, asleep = plan(policy, setup), plan(policy, replace(setup, vllm_enable_sleep_mode=True))
+    for moment in ("reading", "writing"):
+        assert asleep.during("always", moment) == awake.during("always", moment)
+    for moment in ("learning", "stepping"):
+        assert asleep.during("always", moment) == awake.during("always", moment) - 2 * policy.parameters
+
+
 def test_an_engine_holds_a_prompt_once_for_its_group():
     policy = BFLOAT16["llama"]
     cache = {}
@@ -205,6 +275,42 @@ def test_number_of_gpus():
     assert gpus_needed(ROUND, setup, 3) == 16
     assert gpus_needed(ROUND, replace(setup, world_size=32), 80) == 32
     assert gpus_needed(ROUND, replace(setup, use_vllm=True), 2) is None  # the engine is not cut
+
+
+@pytest.mark.parametrize("size", [24, 80])
+def test_an_engine_takes_its_share_of_each_gpu(size):
+    plain = replace(STEP, master_weights=True)
+    setup = replace(plain, use_vllm=True)
+    trainer = plan(ROUND, plain).peak  # 24 GiB, 8 of them while it steps
+    for share in (0.3, 0.5):
+        planned = plan_on(ROUND, replace(setup, vllm_gpu_memory_utilization=share), size)
+        assert planned.peak == trainer + round(share * size * 2**30)
+    asleep = plan_on(ROUND, replace(setup, vllm_enable_sleep_mode=True), size)
+    assert asleep.peak == max(trainer, 16 * 2**30 + round(0.3 * size * 2**30))
+    assert plan_on(ROUND, plain, size) == plan(ROUND, plain)
+
+
+def test_the_share_of_an_engine_decides_what_fits():
+    setup = replace(STEP, master_weights=True, use_vllm=True)
+    assert gpus_needed(ROUND, setup, 41) == 1  # 24 GiB and 0.3 of 41, in 0.9 of 41
+    assert gpus_needed(ROUND, replace(setup, vllm_gpu_memory_utilization=0.5), 41) == 2
+    assert gpus_needed(ROUND, replace(setup, vllm_gpu_memory_utilization=0.9), 80) is None  # nothing left beside it
+    greedy = replace(setup, vllm_gpu_memory_utilization=0.9, vllm_enable_sleep_mode=True)
+    assert gpus_needed(ROUND, replace(greedy, vllm_gpu_memory_utilization=0.6), 41) == 2
+    small = replace(setup, vllm_gpu_memory_utilization=0.05)  # 1.2 GiB on 24: weights are 2
+    assert gpus_needed(ROUND, small, 24) is None and gpus_needed(ROUND, small, 80) == 1
+    lines = plan_table(ROUND, small).splitlines()
+    assert "the engine's share of 1.20 GiB does not hold its weights and one completion" in lines[-3]
+    assert "80 GB: fits on 1 GPU, 28.00 GiB on each, the engine's 4.00 included" == lines[-2]
+
+
+@pytest.mark.parametrize("world_size", [3, 1024, 5000])
+def test_gpu_counts_begin_with_those_of_the_run(world_size):
+    setup = replace(STEP, master_weights=True, world_size=world_size)
+    assert gpus_needed(ROUND, setup, 80) == world_size
+    too_big = plan_table(replace(ROUND, outside_layers=2**40), setup).splitlines()[-1]
+    assert f"does not fit on { {3: 768, 1024: 1024, 5000: 5000}[world_size] } GPUs either" in too_big
+    assert "checkpointing" not in too_big
 
 
 def test_the_table_names_every_resident_and_every_gpu_size():

@@ -526,3 +526,20 @@ def test_gemma_loads_generates_and_scores_what_it_generated():
     assert difference < 1e-3
     greedy = policy.generate(torch.tensor([rows[0]]), max_new_tokens=3, do_sample=False)[0, len(rows[0]) :]
     assert tokenizer.decode(greedy).strip().startswith("4")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_critic_of_a_policy_with_dropout_has_none(tmp_path, shared):
+    policy = model_with_dropout(tmp_path)
+    critic = load_critic(policy, shared=shared).train()
+    torch.nn.init.ones_(critic.head.weight)
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    with torch.no_grad():
+        assert torch.equal(critic(ids, ids.bool(), ids), critic(ids, ids.bool(), ids))
+
+
+def test_critic_on_a_copy_of_a_frozen_reference_learns(folder):
+    reference = load_reference(folder)
+    critic = load_critic(reference)
+    assert all(weight.requires_grad for weight in critic.parameters())
+    assert not any(weight.requires_grad for weight in reference.parameters())

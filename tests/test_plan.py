@@ -61,6 +61,8 @@ def test_a_plan_reads_the_settings_of_a_run():
         (["--master-weights"], "master_weights is for bfloat16"),
         (["--optim", "lion"], "optim is 'lion'"),
         (["--world-size", "0"], "world_size is 0"),
+        (["--max-prompt-length", "0"], "max_prompt_length is 0; it must be at least 1"),
+        (["--max-prompt-length", "61"], "are 65, but the model has 64 positions"),
         (["--reward-model", "no/such"], "no model at no/such"),
     ],
 )
@@ -75,5 +77,16 @@ def test_help_lists_the_settings(capsys):
         main(["plan", "--help"])
     out = capsys.readouterr().out
     assert stopped.value.code == 0
-    for name in ("--max-prompt-length", "--gradient-checkpointing", "--per-device-train-batch-size", "--world-size"):
+    for name in ("--max-prompt-length", "--per-device-train-batch-size", "--world-size"):
         assert name in out
+    assert "checkpointing" not in out  # the trainer has no such setting
+
+
+def test_the_share_of_the_engine_is_a_setting(capsys):
+    _, little, _ = plan_cli(capsys, "--vllm")
+    assert little.splitlines()[-3] == "24 GB: fits on 1 GPU, 7.27 GiB on each, the engine's 7.20 included"
+    _, much, _ = plan_cli(capsys, "--vllm", "--vllm-gpu-memory-utilization", "0.95")
+    assert all("does not fit" in line for line in much.splitlines()[-3:])
+    _, asleep, _ = plan_cli(capsys, "--vllm", "--vllm-enable-sleep-mode")
+    weights = [line.split()[-1] for line in asleep.splitlines() if line.split()[:2] == ["engine", "weights"]]
+    assert weights == ["reading", "writing"]
