@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from lmrl.batch import Rollouts
-from lmrl.policy import masked_mean
+from lmrl.policy import (
+    masked_mean,
+)
 from lmrl.signal import frac_reward_zero_std
 
 __all__ = ["summarise", "rollout_metrics", "Stopwatch", "peak_memory", "json_line", "MetricsLog", "optional_import"]

@@ -27,9 +27,8 @@ from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, Stopwatch, json_line, rollout_metrics, summarise
-from lmrl.models import (
-    disable_dropout,
-)
+from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
+from lmrl.models import disable_dropout
 from lmrl.policy import completion_texts, pad_left, pad_right, save_model
 from lmrl.ppo import value_clipped, value_loss
 from lmrl.recipes import (
@@ -73,6 +72,7 @@ __all__ = [
     "micro_batch_pass",
     "token_metrics",
     "critic_pass",
+    "watch_sampler",
     "require_finite",
     "generator_for",
     "shuffled_batches",
@@ -357,6 +357,16 @@ def critic_pass(
     return config.vf_coef * (weights * losses).sum(), metrics
 
 
+def watch_sampler(trained: Rollouts) -> dict[str, float]:
+    """Section 14's metrics of the mismatch between ``old_logprobs`` and the sampler's; warns with its alarm."""
+    if not trained.mask.any():
+        return {}
+    metrics = mismatch_metrics(trained.old_logprobs, trained.sampler_logprobs, trained.mask)
+    if alarm := mismatch_alarm(metrics):
+        warnings.warn(alarm, stacklevel=3)
+    return metrics
+
+
 def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
     """Raise FloatingPointError if an unmasked entry of ``values`` ``[B, T]`` is NaN or infinite."""
     bad = int((mask & ~values.isfinite()).sum())
@@ -390,7 +400,8 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 
 def needs_old_logprobs(config: TrainConfig) -> bool:
     """Whether a setting needs the policy's log-probs or entropies before the update (section 16)."""
-    return config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
+    correction = config.vllm_importance_sampling_correction
+    return correction or config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
 
 
 def adamw(model, learning_rate: float, config: TrainConfig):
@@ -495,6 +506,10 @@ class Trainer:
             mask = loss_mask(rollouts, config.mask_truncated_completions)
             chosen = top_entropy(entropy, mask, config.top_entropy_quantile)
             rollouts = replace(rollouts, advantages=rollouts.advantages * chosen)
+        if config.vllm_importance_sampling_correction:
+            pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
+            mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
+            rollouts = replace(rollouts, advantages=rollouts.advantages * correction_weights(*pair, mode, cap))
         return rollouts
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
@@ -527,7 +542,8 @@ class Trainer:
             self.critic_schedule.step()
         of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy", "value_loss")
         first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
-        return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
+        mismatch = watch_sampler(concatenate([piece for piece, _ in pieces]))
+        return {**summaries[-1], **first, **mismatch, "padding": padding, "learning_rate": rate}
 
     def update_critic(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
         """One optimiser step of the critic on the pieces of a batch."""

@@ -61,6 +61,7 @@ from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
 from lmrl.memory import Setup, plan_table, shape_of
+from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
 from lmrl.models import (
     disable_dropout,
     find_device,
@@ -162,6 +163,12 @@ class TrainConfig:
     """The engine's share of the GPU's memory."""
     vllm_max_model_length: int | None = None
     """The engine's cap on the tokens of prompt and completion; by default what fits."""
+    vllm_importance_sampling_correction: bool = False
+    """Weigh advantages by the ratio of the policy's to the sampler's probabilities, whichever sampler it is (section 14)."""
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap."""
+    vllm_importance_sampling_cap: float = 3.0
+    """Cap on the ratio of the correction."""
     vllm_enable_sleep_mode: bool = False
     """Leave the engine's share of a GPU to the trainer while it learns."""
 
@@ -255,6 +262,7 @@ def check_config(config: TrainConfig) -> None:
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
+    positive += ("vllm_importance_sampling_cap",)
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -643,6 +651,16 @@ def critic_pass(
     return config.vf_coef * (weights * losses).sum(), metrics
 
 
+def watch_sampler(trained: Rollouts) -> dict[str, float]:
+    """Section 14's metrics of the mismatch between ``old_logprobs`` and the sampler's; warns with its alarm."""
+    if not trained.mask.any():
+        return {}
+    metrics = mismatch_metrics(trained.old_logprobs, trained.sampler_logprobs, trained.mask)
+    if alarm := mismatch_alarm(metrics):
+        warnings.warn(alarm, stacklevel=3)
+    return metrics
+
+
 def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
     """Raise FloatingPointError if an unmasked entry of ``values`` ``[B, T]`` is NaN or infinite."""
     bad = int((mask & ~values.isfinite()).sum())
@@ -757,14 +775,16 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 # spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `gather` is the
 # stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if no
 # group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside the
-# rewards. `update` is the inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times
+# rewards; what leaves tokens out or weighs them, their entropy (14.7) or the sampler's error (14.6), acts on the advantages.
+# `update` is the inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times
 # over the same batch. A critic has an optimiser of its own and learns from the same pieces.
 
 
 # %% tags=["export"]
 def needs_old_logprobs(config: TrainConfig) -> bool:
     """Whether a setting needs the policy's log-probs or entropies before the update (section 16)."""
-    return config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
+    correction = config.vllm_importance_sampling_correction
+    return correction or config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
 
 
 def adamw(model, learning_rate: float, config: TrainConfig):
@@ -870,6 +890,10 @@ class Trainer:
             mask = loss_mask(rollouts, config.mask_truncated_completions)
             chosen = top_entropy(entropy, mask, config.top_entropy_quantile)
             rollouts = replace(rollouts, advantages=rollouts.advantages * chosen)
+        if config.vllm_importance_sampling_correction:
+            pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
+            mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
+            rollouts = replace(rollouts, advantages=rollouts.advantages * correction_weights(*pair, mode, cap))
         return rollouts
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
@@ -902,7 +926,8 @@ class Trainer:
             self.critic_schedule.step()
         of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy", "value_loss")
         first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
-        return {**summaries[-1], **first, "padding": padding, "learning_rate": rate}
+        mismatch = watch_sampler(concatenate([piece for piece, _ in pieces]))
+        return {**summaries[-1], **first, **mismatch, "padding": padding, "learning_rate": rate}
 
     def update_critic(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
         """One optimiser step of the critic on the pieces of a batch."""

@@ -15,6 +15,7 @@ from lmrl.cli import read_settings
 from lmrl.config import TrainConfig, check_config
 from lmrl.figures.trainer import learning_curve
 from lmrl.metrics import Stopwatch
+from lmrl.mismatch import CORRECTION_MODES
 from lmrl.policy import Samples, build_policy, completion_logits, is_number, pad_left
 from lmrl.recipes import RECIPES
 from lmrl.trainer import Trainer, collect, grade, run, sampled_values
@@ -23,6 +24,7 @@ from lmrl.values import monte_carlo_outcomes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GAE = {"advantage_estimator": "gae", "scale_rewards": "none"}
+ONCE_NONE = {"clip_type": "none", "scale_rewards": "none"}
 IN_REWARD = {"beta": 0.3, "kl_estimator": "k1", "kl_in": "reward"}
 
 
@@ -267,6 +269,42 @@ def test_soft_overlong_punishment_is_added_to_the_reward():
     assert (rollouts.rewards == 1.0).all()
 
 
+# --- the sampler is not the trainer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", CORRECTION_MODES)
+def test_the_correction_weighs_the_advantages(mode):
+    """With a sampler that cuts off the tail of the distribution: its log-probs are greater than the policy's."""
+    settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_cap": 0.9}
+    trainer = exact_trainer(
+        vllm_importance_sampling_correction=True, top_p=0.8, advantage_estimator="none", **ONCE_NONE
+    )
+    trainer.config = replace(trainer.config, **settings)
+    trainer.sampler = replace(trainer.sampler, top_p=0.8)
+    rollouts = prepared(trainer)
+    for row, length in enumerate(rollouts.mask.sum(1).tolist()):
+        gap = row_logprobs(trainer.model, rollouts, row) - rollouts.sampler_logprobs[row, :length]
+        ratio = (gap.sum().expand(length) if mode.startswith("sequence") else gap).exp().detach()
+        bounded = ratio.clamp(max=0.9) if mode.endswith("truncate") else ratio * (ratio <= 0.9)
+        expected = rollouts.rewards[row] * bounded
+        assert torch.allclose(rollouts.advantages[row, :length], expected, rtol=0, atol=1e-5)
+    assert rollouts.advantages.any()
+    with pytest.warns(UserWarning, match="times the sampler's probability"):
+        metrics = trainer.update(rollouts)
+    assert metrics["mismatch/ratio_geometric"] < 0.9 and metrics["ratio_error"] < 1e-9
+
+
+def test_mismatch_is_logged_every_step_and_small_without_an_engine():
+    trainer = make_trainer(replace(SMALL, num_iterations=2))
+    for _ in range(2):
+        metrics = trainer.step()
+        assert metrics["mismatch/ratio_geometric"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["mismatch/ess"] == pytest.approx(1.0, abs=1e-4)
+        assert (
+            0 < metrics["mismatch/delta_mean"] <= metrics["mismatch/delta_max"] == pytest.approx(metrics["sampler_gap"])
+        )
+
+
 # --- VinePPO ------------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +441,7 @@ CASES = {
     "top entropy": {"top_entropy_quantile": 0.4, "beta": 0.1},
     "cispo": {"clip_type": "cispo", "epsilon_high": 0.05},
     "delta": {"delta": 1.3, "epsilon": 0.05},
+    "correction": {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_mask"},
     "batch": {"advantage_estimator": "batch", "scale_rewards": "batch"},
 }
 
@@ -461,6 +500,11 @@ def test_a_run_with_a_critic_leaves_its_metrics(tmp_path):
         ({**GAE, "gamma": 1.1}, "gamma is 1.1; take 0 to 1"),
         ({**GAE, "cliprange_value": 0.0}, "cliprange_value is 0.0"),
         ({"critic_learning_rate": 2.0}, "critic_learning_rate is 2.0; .* at most 1"),
+        ({"vllm_importance_sampling_cap": 0.0}, "vllm_importance_sampling_cap is 0.0; it must be greater than 0"),
+        (
+            {"vllm_importance_sampling_mode": "row"},
+            "vllm_importance_sampling_mode is 'row'; choose one of token_truncate",
+        ),
         ({"entropy_coef": -0.1}, "entropy_coef is -0.1"),
     ],
 )
