@@ -44,7 +44,10 @@ __all__ = [
     "extract_code",
     "CodeMatch",
     "trimmed",
+    "BUILT_IN",
     "load_reward",
+    "load_one_reward",
+    "load_reward_file",
 ]
 
 RewardFunction = Callable[..., list[float | None]]
@@ -292,15 +295,46 @@ def trimmed(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def load_reward(spec: str) -> RewardFunction:
-    """The reward function that ``"path/to/file.py:function"`` names (section 15).
+BUILT_IN = {
+    "exact_match": lambda: exact_match,
+    "number_match": lambda: number_match,
+    "math_match": MathMatch,
+    "code_match": CodeMatch,
+}
 
+
+def load_reward(spec: str) -> RewardFunction:
+    """The reward function that ``spec`` names (section 15).
+
+    It is one of BUILT_IN, "format_match:EXPRESSION", "path/to/file.py:function", or a sum such as "0.8*NAME + 0.2*NAME".
     Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the file raises, or
     when it defines no such function.
     """
+    terms = [
+        re.fullmatch(r"\s*(?:(-?[\d.]+)\*)?(.*?)\s*", term, re.DOTALL).groups() for term in re.split(r"\s\+\s", spec)
+    ]
+    if len(terms) == 1 and terms[0][0] is None:
+        return load_one_reward(spec.strip())
+    return WeightedRewards([load_one_reward(name) for _, name in terms], [float(weight or 1) for weight, _ in terms])
+
+
+def load_one_reward(spec: str) -> RewardFunction:
+    """`load_reward` of what is not a sum (section 15)."""
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]()
+    if spec.startswith("format_match:"):
+        return format_match(spec.partition(":")[2])
+    return load_reward_file(spec)
+
+
+def load_reward_file(spec: str) -> RewardFunction:
+    """The function that "path/to/file.py:function" names; raises as `load_reward` (section 15)."""
     file, _, name = spec.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
-        raise ValueError(f"reward is {spec!r}; name a function in a file, as in rewards.py:my_reward")
+        raise ValueError(
+            f"reward is {spec!r}; name a function in a file, as in rewards.py:my_reward, "
+            f"or take {', '.join(BUILT_IN)} or format_match:EXPRESSION"
+        )
     path = Path(file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no file {file} for the reward {spec!r}")

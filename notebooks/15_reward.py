@@ -30,11 +30,13 @@
 import ast
 import contextlib
 import difflib
+import hashlib
 import importlib.util
 import inspect
 import json
 import math
 import numbers
+import operator
 import os
 import random
 import re
@@ -47,7 +49,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -772,12 +774,12 @@ for program in (
     "x = bytearray(10**10)",
     "while True: print('x' * 1000)",
     "import socket; socket.create_connection(('1.1.1.1', 80), timeout=1)",
-    "import os; os.listdir(os.path.expanduser('~root'))",
+    "import os; os.listdir('/home')",
 ):
     run = run_python(program, seconds=1)
     words = (run.stderr.strip().splitlines() or [""])[-1]
     print(f"{program:70} exit code {run.exit_code:3}, {len(run.stdout):5} bytes, {words[:60]}")
-    assert run.exit_code != 0 or run.stdout == "42\n"
+    assert run.stdout == "42\n" or run.exit_code != 0 or not (run.no_network and run.no_files)
 
 # %% [markdown]
 # How is the output judged? Many collections of problems come with assertions to be run after the program. That hands the
@@ -846,19 +848,54 @@ assert (
 )
 
 # %% [markdown]
-# A reward of one's own is a Python function in a file, named as `path/to/file.py:function`.
+# ## A reward by name
+#
+# On a command line a reward is a text: one of the functions above by its name, a regular expression as
+# `format_match:EXPRESSION`, a function of one's own as `path/to/file.py:function`, or a weighted sum of these, as in
+# `math_match + 0.2*format_match:.*<answer>.*`.
 
 
 # %% tags=["export"]
-def load_reward(spec: str) -> RewardFunction:
-    """The reward function that ``"path/to/file.py:function"`` names (section 15).
+BUILT_IN = {
+    "exact_match": lambda: exact_match,
+    "number_match": lambda: number_match,
+    "math_match": MathMatch,
+    "code_match": CodeMatch,
+}
 
+
+def load_reward(spec: str) -> RewardFunction:
+    """The reward function that ``spec`` names (section 15).
+
+    It is one of BUILT_IN, "format_match:EXPRESSION", "path/to/file.py:function", or a sum such as "0.8*NAME + 0.2*NAME".
     Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the file raises, or
     when it defines no such function.
     """
+    terms = [
+        re.fullmatch(r"\s*(?:(-?[\d.]+)\*)?(.*?)\s*", term, re.DOTALL).groups() for term in re.split(r"\s\+\s", spec)
+    ]
+    if len(terms) == 1 and terms[0][0] is None:
+        return load_one_reward(spec.strip())
+    return WeightedRewards([load_one_reward(name) for _, name in terms], [float(weight or 1) for weight, _ in terms])
+
+
+def load_one_reward(spec: str) -> RewardFunction:
+    """`load_reward` of what is not a sum (section 15)."""
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]()
+    if spec.startswith("format_match:"):
+        return format_match(spec.partition(":")[2])
+    return load_reward_file(spec)
+
+
+def load_reward_file(spec: str) -> RewardFunction:
+    """The function that "path/to/file.py:function" names; raises as `load_reward` (section 15)."""
     file, _, name = spec.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
-        raise ValueError(f"reward is {spec!r}; name a function in a file, as in rewards.py:my_reward")
+        raise ValueError(
+            f"reward is {spec!r}; name a function in a file, as in rewards.py:my_reward, "
+            f"or take {', '.join(BUILT_IN)} or format_match:EXPRESSION"
+        )
     path = Path(file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no file {file} for the reward {spec!r}")
@@ -875,6 +912,10 @@ def load_reward(spec: str) -> RewardFunction:
     return function
 
 
+# %%
+reward = load_reward("number_match + 0.2*format_match:.*<answer>.*</answer>")
+assert reward([""] * 2, ["I say <answer>7</answer>", "7"], answer=["7", "7"]) == [1.2, 1.0]
+
 # %% [markdown]
 # ## A task
 #
@@ -886,9 +927,12 @@ def load_reward(spec: str) -> RewardFunction:
 # %% tags=["export:tasks"]
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and what the reward function needs to know about it (section 15)."""
+    """A prompt, and what the reward function needs to know about it (section 15).
 
-    prompt: str
+    The prompt is a text, or the turns of a conversation as chat templates take them: ``[{"role": …, "content": …}, …]``.
+    """
+
+    prompt: str | list[dict]
     columns: dict
 
 
@@ -1056,8 +1100,297 @@ def reasoning_gym_task(
 
 
 # %% [markdown]
-# A task is named by one string, so that it fits on a command line: `arithmetic`, or `reasoning_gym:DATASET`, or with
-# settings as in `reasoning_gym:chain_sum:max_terms=2,max_digits=1,shots=4`.
+# ## A score that cannot be cheated
+#
+# Countdown is the small task on which reasoning has often been shown: make 10 from 2, 3 and 4, each used once. Here a
+# scorer that only compares the value pays for `5+5`, and for `10`. The rules belong to the score: the numbers of the
+# expression must be the given ones, each as often as given. And the expression comes from the policy, so it is not handed to
+# Python's `eval`: we parse it, and compute the four operations ourselves, in fractions. Whatever cannot be parsed is simply
+# not a solution.
+
+
+# %% tags=["export:tasks"]
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def expression_value(expression: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of whole numbers, + - * / and brackets, and its numbers (section 15).
+
+    Raises ValueError, SyntaxError or ZeroDivisionError for anything else, and for more than 200 characters.
+    """
+    if len(expression) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        raise ValueError("not an expression of whole numbers")
+    numbers = []
+
+    def value(node):
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        if not isinstance(node, ast.Constant):
+            raise ValueError("only + - * / of whole numbers")
+        numbers.append(node.value)
+        return Fraction(node.value)
+
+    return value(ast.parse(expression.strip(), mode="eval").body), numbers
+
+
+def countdown_reward(prompts, completions, numbers: list, target: list, **columns) -> list[float]:
+    """1.0 where the answer is an expression that uses each of the ``numbers`` exactly once and makes ``target`` (section 15)."""
+    return [float(is_solution(*row)) for row in zip(completions, numbers, target, strict=True)]
+
+
+def is_solution(completion: str | None, numbers: list[int], target: int) -> bool:
+    """Whether a completion's answer (`extract_answer`) keeps the rules of countdown; False for whatever else it is."""
+    try:
+        value, used = expression_value(extract_answer(completion or ""))
+    except (ValueError, SyntaxError, ZeroDivisionError):
+        return False
+    return value == target and sorted(used) == sorted(numbers)
+
+
+# %%
+for text in ("2*3+4", "4 + (3*2)", "<answer>4+2*3</answer>"):
+    assert is_solution(text, [2, 3, 4], 10), text
+for text in ("5+5", "10", "2*3+4+0", "2*3+4*3/3", "2**3+4", "23-4", "1/0", "", None, '{"a": [', "(" * 99, "1+" * 5000):
+    assert not is_solution(text, [2, 3, 4], 10), text
+
+# %% [markdown]
+# Problems are made backwards, so that each has a solution: draw the numbers, join two at random until one is left, and call
+# that the target. Two problems with the same numbers in another order are the same problem; if one is trained on and the
+# other held out, memory is measured again. So the numbers are sorted before problems are compared.
+
+
+# %% tags=["export:tasks"]
+def countdown_problem(rng: random.Random, numbers: int, largest: int, highest: int) -> dict:
+    """A problem of countdown with ``numbers`` numbers up to ``largest`` and a target up to ``highest`` (section 15)."""
+    given = [rng.randint(1, largest) for _ in range(numbers)]
+    parts = [(number, str(number)) for number in given]
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        joined = {"+": a + b, "-": a - b if a > b else None, "*": a * b, "/": a // b if a % b == 0 else None}
+        sign = rng.choice([sign for sign, value in joined.items() if value is not None])
+        parts.append((joined[sign], f"({left} {sign} {right})"))
+    ((target, solution),) = parts
+    if target > highest:
+        return countdown_problem(rng, numbers, largest, highest)
+    question = (
+        f"Use each of the numbers {', '.join(map(str, given))} exactly once, with + - * / and brackets, to make {target}. "
+        "The answer is the expression alone."
+    )
+    return {"question": question, "answer": solution[1:-1], "numbers": given, "target": target}
+
+
+def countdown_task(
+    seed: int = 0,
+    *,
+    train_size: int = 1000,
+    heldout_size: int = 256,
+    shots: int = 0,
+    numbers: int = 3,
+    largest: int = 10,
+    highest: int = 100,
+) -> Task:
+    """Make ``target`` from ``numbers`` numbers, each used once (section 15).
+
+    ``seed``, the sizes and ``shots`` are as in `reasoning_gym_task`. The numbers go up to ``largest``, targets to ``highest``. Raises
+    ValueError for sizes without problems.
+    """
+    if not (numbers >= 2 and 1 <= largest <= highest):
+        raise ValueError(
+            f"countdown with numbers={numbers}, largest={largest}, highest={highest}; take numbers of at least 2, 1 ≤ largest ≤ highest"
+        )
+    rng = random.Random(f"countdown {seed}")
+    drawn = [countdown_problem(rng, numbers, largest, highest) for _ in range(2 * (train_size + heldout_size) + shots)]
+    different = list({(*sorted(entry["numbers"]), entry["target"]): entry for entry in drawn}.values())
+    shown, rest = different[:shots], different[shots : shots + train_size + heldout_size]
+    cut = min(heldout_size, len(rest) // 4)
+    if cut == 0:
+        raise ValueError(f"countdown, train_size={train_size}, heldout_size={heldout_size}: too few different problems")
+    heldout, train = ([Example(ask(e["question"], shown), e) for e in side] for side in (rest[:cut], rest[cut:]))
+    return Task("countdown", train, heldout, countdown_reward, stop=("\n\n",) if shots else ())
+
+
+# %%
+task = countdown_task(train_size=100, heldout_size=20)
+entry = task.train[0].columns
+print(entry["question"], "A solution:", entry["answer"])
+assert is_solution(entry["answer"], entry["numbers"], entry["target"])
+
+# %% [markdown]
+# ## Your own problems
+#
+# The most common task is a file: a JSON object per line, with a `prompt`, an `answer`, and whatever else a reward function
+# wants to know. A file of many thousand lines has a broken one, so errors name the line. No line is skipped quietly: the
+# run would then train on something else than its user thinks.
+#
+# What is held out is decided by a hash of the prompt, not by a random draw: the same prompts stay held out when the file is
+# sorted, when lines are added, and in every run. A prompt that occurs twice is on one side.
+
+
+# %% tags=["export:tasks"]
+def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
+    """The rows of a JSONL file, each with its place "file, line N"; empty lines do not count (section 15).
+
+    Raises FileNotFoundError, and ValueError that names the first line which is not a JSON object in UTF-8.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path} for the task jsonl:{path}")
+    rows = []
+    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        where = f"{path.name}, line {number}"
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # of the JSON, or of the UTF-8
+                raise ValueError(f"{where}: not JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: {type(row).__name__} instead of an object with prompt and answer")
+            rows.append((where, row))
+    return rows
+
+
+def examples_of(rows: list[tuple[str, dict]], prompt: str, answer: str) -> list[Example]:
+    """Rows as examples: the column ``prompt`` is the prompt, ``answer`` becomes "answer", the others stay (section 15).
+
+    Raises ValueError that names the first row without a prompt, or with other columns than the first row.
+    """
+    examples = []
+    for where, row in rows:
+        text = row.get(prompt)
+        turns = isinstance(text, list) and text and all(isinstance(turn, dict) and "content" in turn for turn in text)
+        if not (turns or isinstance(text, str) and text.strip()):
+            raise ValueError(
+                f"{where}: the column {prompt!r} is {repr(text)[:40]}; it must be a text or a list of turns"
+            )
+        columns = {"answer" if name == answer else name: value for name, value in row.items() if name != prompt}
+        if examples and columns.keys() != examples[0].columns.keys():
+            odd = sorted(columns.keys() ^ examples[0].columns.keys())
+            raise ValueError(f"{where}: the columns {', '.join(odd)} are here or in the first row, but not in both")
+        examples.append(Example(text, columns))
+    return examples
+
+
+# %% [markdown]
+# Which reward? If each answer is a number, or has the mark `####` of GSM8K, numbers are compared; otherwise texts. Any other reward
+# can be named.
+
+
+# %% tags=["export:tasks"]
+def prompt_key(prompt: str | list[dict]) -> str:
+    """A text that is equal for equal prompts."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+
+
+def share_of(prompt: str | list[dict]) -> float:
+    """A fixed number in [0, 1) for each prompt, as if drawn at random (section 15)."""
+    return int.from_bytes(hashlib.sha256(prompt_key(prompt).encode("utf-8", "replace")).digest()[:7]) / 2**56
+
+
+def default_reward(examples: list[Example]) -> RewardFunction:
+    """`number_match` if every answer is a number or has the mark ####, else `exact_match` (section 15)."""
+    answers = [str(example.columns.get("answer", "")).strip() for example in examples]
+    numeric = all(NUMBER.fullmatch(answer) or "####" in answer for answer in answers)
+    return number_match if numeric else exact_match
+
+
+def rows_task(
+    name: str,
+    rows: list[tuple[str, dict]],
+    heldout_rows: list[tuple[str, dict]] | None = None,
+    *,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    heldout_fraction: float = 0.1,
+    reward: str | None = None,
+) -> Task:
+    """A task of rows with their places, as `read_jsonl` returns them (section 15).
+
+    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out and
+    removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the prompt alone,
+    at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for rows as
+    `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
+    """
+    examples = examples_of(rows, prompt, answer)
+    if not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction is {heldout_fraction}; choose it above 0 and below 1, for example 0.1")
+    if heldout_rows is None:
+        first = min((share_of(example.prompt) for example in examples), default=0.0)
+        limit = max(heldout_fraction, math.nextafter(first, 1))
+        heldout = [example for example in examples if share_of(example.prompt) < limit]
+    else:
+        heldout = examples_of(heldout_rows, prompt, answer)
+    kept = {prompt_key(example.prompt) for example in heldout}
+    train = [example for example in examples if prompt_key(example.prompt) not in kept]
+    if not (train and heldout):
+        raise ValueError(f"{name}: {len(train)} prompts to train on and {len(heldout)} held out; it needs both")
+    return Task(name, train, heldout, default_reward(examples) if reward is None else load_reward(reward))
+
+
+def jsonl_task(path: str, *, heldout: str | None = None, **settings) -> Task:
+    """The JSONL file at ``path`` as a task, with the file ``heldout`` held out if given; the rest as `rows_task` (section 15)."""
+    heldout_rows = None if heldout is None else read_jsonl(heldout)
+    return rows_task(f"jsonl:{path}", read_jsonl(path), heldout_rows, **settings)
+
+
+# %%
+lines = [json.dumps({"prompt": f"What is {n} + {n}?", "answer": f"#### {2 * n}", "level": 1}) for n in range(60)]
+more = [*reversed(lines), '{"prompt": "What is 99 + 1?", "answer": "#### 100", "level": 2}']
+with tempfile.TemporaryDirectory() as folder_name:
+    file = Path(folder_name) / "problems.jsonl"
+    file.write_text("\n".join(lines))
+    task = jsonl_task(str(file))
+    file.write_text("\n".join(more))
+    later = jsonl_task(str(file))
+    file.write_text("\n".join([*lines[:3], '{"prompt": "What is', *lines[3:]]))
+    try:
+        jsonl_task(str(file))
+    except ValueError as error:
+        refusal = str(error)
+heldout_prompts = {example.prompt for example in task.heldout}
+print(f"{len(task.train)} to train on; held out: {', '.join(sorted(heldout_prompts))}")
+print(refusal)
+assert task.reward is number_match and task.train[0].columns.keys() == {"answer", "level"}
+assert heldout_prompts <= {example.prompt for example in later.heldout} and "line 4: not JSON" in refusal
+
+# %% [markdown]
+# Data sets of Hugging Face come the same way, when the package `datasets` is installed: by their name, or from a folder.
+
+
+# %% tags=["export:tasks"]
+def datasets_task(
+    path: str, *, config: str | None = None, split: str = "train", heldout: str | None = None, **settings
+) -> Task:
+    """The data set at ``path``, a folder that ``save_to_disk`` wrote or what ``load_dataset`` takes, as a task (section 15).
+
+    ``split`` is trained on, the split ``heldout`` is held out if given; the rest is as in `rows_task`. Raises ImportError
+    without the package datasets, and ValueError when it cannot load them.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("the task datasets:… needs the package datasets: pip install datasets") from error
+
+    def load(name):
+        try:
+            if Path(path, "dataset_dict.json").is_file():
+                data = datasets.load_from_disk(path)[name]
+            elif Path(path, "state.json").is_file():
+                data = datasets.load_from_disk(path)
+            else:
+                data = datasets.load_dataset(path, config, split=name)
+        except Exception as error:
+            raise ValueError(f"datasets cannot load {path}, split {name}: {error}") from error
+        return [(f"{path}, {name}, row {number}", dict(row)) for number, row in enumerate(data)]
+
+    return rows_task(f"datasets:{path}", load(split), None if heldout is None else load(heldout), **settings)
+
+
+# %% [markdown]
+# ## A task by name
+#
+# A task is named by one string, so that it fits on a command line: `arithmetic`, `countdown`, `reasoning_gym:DATASET`, `jsonl:FILE` or
+# `datasets:NAME`, with settings after another colon, as in `reasoning_gym:chain_sum:max_terms=2,max_digits=1,shots=4`. Whatever it
+# is, no prompt may be on both sides, and that is checked here for all of them.
 
 
 # %% tags=["export:tasks"]
@@ -1075,32 +1408,78 @@ def parse_settings(text: str) -> dict:
     return settings
 
 
-def load_task(name: str, seed: int = 0, **settings) -> Task:
-    """The task called ``name``: "arithmetic" or "reasoning_gym:DATASET[:setting=value,…]" (section 15).
+def split_settings(text: str) -> tuple[str, dict]:
+    """``"NAME:a=1"`` → ``("NAME", {"a": 1})``; a last part without = belongs to the name (section 15)."""
+    name, colon, last = text.rpartition(":")
+    return (name, parse_settings(last)) if colon and "=" in last else (text, {})
 
-    ``seed`` and ``settings`` are those of `reasoning_gym_task`; "arithmetic" always has the split of section 1's warm start.
-    Raises ValueError for an unknown name, and what `reasoning_gym_task` raises.
+
+def load_task(name: str, seed: int = 0, **settings) -> Task:
+    """The task called ``name`` (section 15).
+
+    It is "arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE" or "datasets:NAME", with settings as in
+    "countdown:numbers=4,largest=20". ``seed`` chooses the problems of the generated ones. ``settings`` are those of
+    `countdown_task`, `reasoning_gym_task`, `jsonl_task` and `datasets_task`; "arithmetic" has none, and always the split of section 1's warm start.
+    Raises ValueError for an unknown name or setting, and for a prompt that is both trained on and held out, and what these functions raise.
     """
     kind, _, rest = name.partition(":")
-    dataset, _, text = rest.partition(":")
-    settings = parse_settings(text) | settings
-    if kind == "reasoning_gym" and dataset:
-        return reasoning_gym_task(dataset, seed, **settings)
-    if name != "arithmetic":
-        known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum"}
-        if importlib.util.find_spec("reasoning_gym"):
-            known |= {dataset: f"reasoning_gym:{dataset}" for dataset in reasoning_gym_datasets()}
-        near = [known[match] for match in difflib.get_close_matches(name, known)]
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f'unknown task {name!r}: the tasks are "arithmetic" and "reasoning_gym:DATASET"{hint}')
-    if settings:
-        raise ValueError(f"the task arithmetic has no settings, but {', '.join(settings)} was given")
-    return arithmetic_task()
+    if kind == "reasoning_gym" and rest:
+        dataset, _, text = rest.partition(":")
+        task = reasoning_gym_task(dataset, seed, **parse_settings(text) | settings)
+    elif kind in ("jsonl", "datasets") and rest:
+        path, found = split_settings(rest)
+        task = with_settings(name, {"jsonl": jsonl_task, "datasets": datasets_task}[kind], path, **found | settings)
+    elif kind == "countdown":
+        task = with_settings(name, countdown_task, seed, **parse_settings(rest) | settings)
+    elif name == "arithmetic":
+        if settings:
+            raise ValueError(f"the task arithmetic has no settings, but {', '.join(settings)} was given")
+        task = arithmetic_task()
+    else:
+        raise ValueError(unknown_task(name))
+    require_no_leak(task)
+    return task
+
+
+def with_settings(name: str, make: Callable[..., Task], *arguments, **settings) -> Task:
+    """``make(*arguments, **settings)``; ValueError for a setting that it does not take (section 15)."""
+    known = [
+        parameter.name
+        for function in (make, *([] if make is countdown_task else [rows_task]))
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind == parameter.KEYWORD_ONLY
+    ]
+    unknown = [setting for setting in settings if setting not in known]
+    if unknown:
+        raise ValueError(f"the task {name} has no setting {', '.join(unknown)}; it takes {', '.join(known)}")
+    return make(*arguments, **settings)
+
+
+def unknown_task(name: str) -> str:
+    """What to say about a name that is no task's: all kinds, and the nearest names (section 15)."""
+    kinds = ["arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE", "datasets:NAME"]
+    known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum"} | {"jsonl": "jsonl:FILE"}
+    if importlib.util.find_spec("reasoning_gym"):
+        known |= {dataset: f"reasoning_gym:{dataset}" for dataset in reasoning_gym_datasets()}
+    known |= {"countdown": "countdown"}
+    near = [known[match] for match in difflib.get_close_matches(name, known)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown task {name!r}: the tasks are {', '.join(f'{chr(34)}{kind}{chr(34)}' for kind in kinds)}{hint}"
+
+
+def require_no_leak(task: Task) -> None:
+    """ValueError if a prompt of ``task`` is both trained on and held out (section 15)."""
+    both = {prompt_key(e.prompt) for e in task.train} & {prompt_key(e.prompt) for e in task.heldout}
+    if both:
+        raise ValueError(
+            f"{task.name}: {len(both)} prompts are both trained on and held out, such as {min(both)[:60]!r}"
+        )
 
 
 # %%
-task = load_task("arithmetic")
-assert {example.prompt for example in task.train}.isdisjoint(example.prompt for example in task.heldout)
+for name in ("arithmetic", "countdown:numbers=4"):
+    task = load_task(name)
+    assert {example.prompt for example in task.train}.isdisjoint(example.prompt for example in task.heldout)
 if importlib.util.find_spec("reasoning_gym"):
     task = load_task("reasoning_gym:chain_sum", max_terms=2, max_digits=1, shots=2)
     assert {example.prompt for example in task.train}.isdisjoint(example.prompt for example in task.heldout)
@@ -1123,20 +1502,20 @@ if importlib.util.find_spec("reasoning_gym"):
 
 
 # %% tags=["export:tasks"]
-def encode_prompt(tokenizer, prompt: str) -> list[int]:
-    """The token ids of a prompt, as a user's turn if the tokenizer has a chat template (section 15).
+def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
+    """The token ids of a prompt: a text, as a user's turn if the tokenizer has a chat template, or turns (section 15).
 
     They begin with exactly one begin-of-sequence token if the tokenizer defines one. Raises ValueError for a text that the
-    tokenizer cannot encode, and for an empty one.
+    tokenizer cannot encode, for an empty one, and for turns without a chat template.
     """
     try:
-        if tokenizer.chat_template is None:
+        if tokenizer.chat_template is None and isinstance(prompt, str):
             ids = tokenizer(prompt, add_special_tokens=False).input_ids
         else:
-            turn = [{"role": "user", "content": prompt}]
-            ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:
-        raise ValueError(f"the tokenizer cannot encode the prompt {prompt[:60]!r}: {error}") from error
+        raise ValueError(f"the tokenizer cannot encode the prompt {prompt_key(prompt)[:60]!r}: {error}") from error
     if not ids:
         raise ValueError("the prompt is empty")
     bos = tokenizer.bos_token_id
@@ -1150,6 +1529,35 @@ def encode_prompt(tokenizer, prompt: str) -> list[int]:
 assert encode_prompt(tokenizer, "12+34=") == tokenizer("12+34=").input_ids
 assert encode_prompt(tokenizer, "<bos>12+34=") == tokenizer("12+34=").input_ids  # a prompt that brings its own
 assert tokenizer("<bos>12+34=").input_ids.count(tokenizer.bos_token_id) == 2  # the accident
+
+# %% [markdown]
+# A prompt may be too long for the model or for the memory. Cutting it would ask another question, often one without its
+# last line, and pay for the answer to the first one. Such prompts are left out, and counted.
+
+
+# %% tags=["export:tasks"]
+def drop_long_prompts(task: Task, tokenizer, max_prompt_length: int) -> tuple[Task, int]:
+    """``task`` without the prompts of more than ``max_prompt_length`` tokens, and how many these were (section 15).
+
+    Prompts are never cut. Raises ValueError if none is left on one side.
+    """
+    sides = [task.train, task.heldout]
+    kept = [[e for e in side if len(encode_prompt(tokenizer, e.prompt)) <= max_prompt_length] for side in sides]
+    if not all(kept):
+        longest = max(len(encode_prompt(tokenizer, e.prompt)) for side in sides for e in side)
+        raise ValueError(
+            f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out (the longest has {longest}); "
+            "raise max_prompt_length"
+        )
+    return replace(task, train=kept[0], heldout=kept[1]), sum(map(len, sides)) - sum(map(len, kept))
+
+
+# %%
+task = load_task("arithmetic")
+same, dropped = drop_long_prompts(task, tokenizer, max_prompt_length=7)  # <bos>12+34=
+assert dropped == 0 and same.train == task.train
+longer = replace(task, train=[*task.train, Example("1" * 30 + "+1=", {"answer": "1" * 29 + "2"})])
+assert drop_long_prompts(longer, tokenizer, max_prompt_length=7) == (task, 1)
 
 # %% [markdown]
 # **What is still missing.** Where no program can judge, the reward must be learned from comparisons, and then it can be

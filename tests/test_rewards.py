@@ -199,6 +199,27 @@ def test_an_edited_file_is_read_again(reward_file):
     assert score(load_reward(f"{reward_file}:length"))[0].tolist() == [7.0, 7.0, 7.0]
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("number_match", [1.0, 0.0, 1.0]),
+        (" exact_match ", [1.0, 0.0, 0.0]),
+        ("format_match:[0-9]", [1.0, 1.0, 0.0]),
+        ("number_match + 0.5*format_match:[0-9]", [1.5, 0.5, 1.0]),
+        ("2*number_match", [2.0, 0.0, 2.0]),
+        ("number_match + -1*exact_match", [0.0, 0.0, 1.0]),
+        ("FILE + .5*number_match", [2.5, 2.0, 4.5]),
+    ],
+)
+def test_rewards_by_name(reward_file, spec, expected):
+    reward = load_reward(spec.replace("FILE", f"{reward_file}:length"))
+    assert score_completions(reward, PROMPTS, ["3", "4", "=4"], COLUMNS)[0].tolist() == expected
+
+
+def test_code_match_by_name():
+    assert type(load_reward("code_match")).__name__ == "CodeMatch"
+
+
 @pytest.mark.parametrize("spec", ["", "length", "my_rewards.py", "my_rewards:length", "my_rewards.py:", "a.py:b c"])
 def test_reward_that_is_not_of_the_form(spec):
     with pytest.raises(ValueError, match="name a function in a file, as in rewards.py:my_reward"):

@@ -1,4 +1,7 @@
+import json
+import random
 import sys
+import types
 from importlib.util import find_spec
 
 import pytest
@@ -7,15 +10,25 @@ from hypothesis import strategies as st
 
 from lmrl.models import stop_token_ids
 from lmrl.policy import addition_problems, build_policy, build_tokenizer
-from lmrl.rewards import score_completions
+from lmrl.rewards import RewardError, exact_match, number_match, score_completions
 from lmrl.tasks import (
+    Example,
     Task,
+    countdown_problem,
+    countdown_reward,
+    countdown_task,
     disjoint,
+    drop_long_prompts,
     encode_prompt,
     extract_answer,
+    is_solution,
+    jsonl_task,
     load_task,
     parse_settings,
     reasoning_gym_reward,
+    require_no_leak,
+    rows_task,
+    split_settings,
 )
 
 TEXT = "".join(map(chr, range(32, 127))) + "\n"
@@ -56,7 +69,9 @@ def test_arithmetic_reward():
     ("name", "hint"),
     [
         ("arithmetics", "did you mean arithmetic"),
-        ("arithmetic:easy", '"arithmetic" and "reasoning_gym:DATASET"'),
+        ("arithmetic:easy", '"arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE", "datasets:NAME"'),
+        ("jsonl", "did you mean jsonl:FILE"),
+        ("countdwon", "did you mean countdown"),
         ("reasoning_gym", '"reasoning_gym:DATASET"'),
         ("reasoning_gym:", '"reasoning_gym:DATASET"'),
         ("", '"reasoning_gym:DATASET"'),
@@ -223,6 +238,317 @@ def test_extract_answer(completion, answer):
     assert extract_answer(completion) == answer
 
 
+# --------------------------------------------------------------------------------------------------------- countdown (28)
+
+
+def solves(text, numbers=(2, 3, 4), target=10):
+    reward = countdown_reward(prompts=[""], completions=[text], numbers=[list(numbers)], target=[target])
+    assert reward in ([0.0], [1.0])
+    return reward == [1.0]
+
+
+@pytest.mark.parametrize("text", ["2*3+4", "4+2*3", " (3 * 2) + 4 ", "so <answer>2*3+4</answer>.", "((2)*(3))+((4))"])
+def test_pitfall_28_solutions(text):
+    assert solves(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5+5",
+        "10",
+        "2*3+4+0",
+        "2*3+4+3-3",
+        "2*3*4/4+4",
+        "3*4-2+0",
+        "3*4-2+1-1",
+        "2*3",
+        "23-4*3-1",
+        "24-3",
+        "2+3*4",
+        "2**3+4-2",
+        "+2*3+4",
+        "-(-2*3)+4",
+        "2*3+4=10",
+        "2*3+04",
+        "2*3+4.0",
+        "2_*3+4",
+        "0x2*3+4",
+        "3//2*4+6",
+        "2(3)+4",
+        "2*3+4 if 1 else 0",
+        "(2*3)+4,",
+        "__import__('os').getpid()",
+        "1/0",
+        "2/(3-3)+4",
+        "",
+        None,
+        " ",
+        '{"answer": [',
+        "[[1,",
+        "(" * 100 + "2*3+4" + ")" * 100,
+        "2*3" + " " * 10_000 + "+4",
+        "1+" * 5_000 + "1",
+        "9" * 10_000,
+        "\u0662*3+4",
+        "\x002*3+4",
+    ],
+)
+def test_pitfall_28_cheats_and_odd_texts_score_zero(text):
+    assert not solves(text)
+
+
+def test_a_number_given_twice_must_be_used_twice():
+    assert solves("5+5", (5, 5), 10) and not solves("5+5", (5, 5, 1), 10) and not solves("5*2", (5, 5), 10)
+
+
+def test_values_are_exact_fractions():
+    assert solves("8/(3-8/3)", (8, 3, 8, 3), 24) and solves("1/3*3", (1, 3, 3), 1) and not solves("7/2", (7, 2), 3)
+
+
+@given(st.text(alphabet="0123456789+-*/() ", max_size=40) | st.text(max_size=200))
+def test_any_text_is_scored(text):
+    assert is_solution(text, [2, 3, 4], 10) in (True, False)
+
+
+def test_pitfall_28_ten_thousand_items_of_the_largest_size_have_solutions():
+    rng = random.Random(0)
+    for number in range(10_000):
+        entry = countdown_problem(rng, numbers=6, largest=100, highest=1000)
+        assert 1 <= entry["target"] <= 1000 and len(entry["numbers"]) == 6
+        assert solves(entry["answer"], entry["numbers"], entry["target"]), entry
+    assert entry["question"].endswith("The answer is the expression alone.")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("settings", ["", ":numbers=2,largest=9", ":numbers=4,largest=50,highest=500,shots=3"])
+def test_countdown_holds_out_other_problems_in_any_order_of_the_numbers(seed, settings):
+    task = load_task(f"countdown{settings}", seed=seed)
+
+    def keys(side):
+        return [(*sorted(example.columns["numbers"]), example.columns["target"]) for example in side]
+
+    train, heldout = keys(task.train), keys(task.heldout)
+    assert set(train).isdisjoint(heldout) and len(set(train)) == len(train) and len(set(heldout)) == len(heldout)
+    assert 0 < len(heldout) <= 256 and 3 * len(heldout) <= len(train) <= 1000
+    for example in task.heldout[:20]:
+        right = example.columns["answer"]
+        assert grade(task, [right, f"<answer>{right}</answer>", f"{right}+1"], example) == [1.0, 1.0, 0.0]
+    assert load_task(f"countdown{settings}", seed=seed) == task != load_task(f"countdown{settings}", seed=seed + 7)
+    shots = 3 if "shots" in settings else 0
+    assert task.train[0].prompt.count("Question: ") == (shots + 1 if shots else 0)
+    assert task.stop == (("\n\n",) if shots else ())
+
+
+def test_countdown_with_settings_that_cannot_be():
+    for settings in ("numbers=1", "largest=0", "largest=20,highest=10"):
+        with pytest.raises(ValueError, match="take numbers of at least 2"):
+            load_task(f"countdown:{settings}")
+    with pytest.raises(ValueError, match="has no setting digits; it takes train_size, heldout_size, shots, numbers"):
+        load_task("countdown:digits=2")
+    with pytest.raises(ValueError, match="too few different problems"):
+        countdown_task(train_size=1, heldout_size=1)
+
+
+# ------------------------------------------------------------------------------------------------------- files of problems
+
+
+def lines(count, start=0):
+    return [
+        json.dumps({"prompt": f"{n} + 1?", "answer": f"so #### {n + 1}", "level": n % 3}) for n in range(start, count)
+    ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*text, name="problems.jsonl"):
+        (tmp_path / name).write_bytes(b"\n".join(t if isinstance(t, bytes) else t.encode() for t in text))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_jsonl_file_is_a_task(write):
+    path = write(*lines(200), "", "  ")
+    task = load_task(f"jsonl:{path}")
+    assert len(task.train) + len(task.heldout) == 200 and 8 < len(task.heldout) < 35
+    example = next(e for e in task.train if e.prompt == "7 + 1?")
+    assert example.columns == {"answer": "so #### 8", "level": 1}
+    assert task.reward is number_match and grade(task, ["It is 8.", "9", "8 or 9"], example) == [1.0, 0.0, 0.0]
+    assert task.name == f"jsonl:{path}"
+
+
+def test_the_split_is_the_prompts_own(write):
+    task = load_task(f"jsonl:{write(*lines(200))}", seed=0)
+    assert load_task(f"jsonl:{write(*reversed(lines(200)), name='b.jsonl')}", seed=1).heldout[::-1] == task.heldout
+    grown = load_task(f"jsonl:{write(*lines(400), name='c.jsonl')}")
+    assert set(prompts(task.heldout)) < set(prompts(grown.heldout))
+    assert set(prompts(grown.train)).isdisjoint(prompts(grown.heldout))
+    half = load_task(f"jsonl:{write(*lines(400), name='d.jsonl')}:heldout_fraction=0.5")
+    assert 150 < len(half.heldout) < 250 and set(prompts(half.heldout)) > set(prompts(grown.heldout))
+
+
+def test_a_prompt_that_occurs_twice_is_on_one_side(write):
+    task = load_task(f"jsonl:{write(*lines(100), *lines(100))}")
+    assert set(prompts(task.train)).isdisjoint(prompts(task.heldout)) and len(task.train) + len(task.heldout) == 200
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_a_small_file_holds_out_at_least_one(write, count):
+    task = load_task(f"jsonl:{write(*lines(count))}")
+    assert len(task.heldout) >= 1 and len(task.train) >= 1
+
+
+def test_a_held_out_file(write):
+    path, other = write(*lines(20)), write(*lines(25, start=15), name="test.jsonl")
+    task = load_task(f"jsonl:{path}:heldout={other}")
+    assert len(task.train) == 15 and prompts(task.heldout) == [f"{n} + 1?" for n in range(15, 25)]
+
+
+def test_other_names_of_columns_and_another_reward(write):
+    rows = [json.dumps({"question": f"q{n}", "solution": "yes", "prompt": "unused"}) for n in range(30)]
+    task = load_task(f"jsonl:{write(*rows)}:prompt=question,answer=solution")
+    assert task.train[0].columns == {"answer": "yes", "prompt": "unused"} and task.reward is exact_match
+    task = jsonl_task(write(*lines(9)), reward="number_match + 0.5*format_match:[0-9]+")
+    assert grade(task, ["It is 1", "1"], Example("0 + 1?", {"answer": "1"})) == [1.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        (["1", "-2.5", "1,000"], number_match),
+        ([1, 2.5, -3], number_match),
+        (["a #### 1", "2", "3"], number_match),
+        (["1", "two", "3"], exact_match),
+        (["1 apple", "2", "3"], exact_match),
+        (["B", "C", "A"], exact_match),
+    ],
+)
+def test_the_reward_that_fits_the_answers(write, answers, reward):
+    rows = [json.dumps({"prompt": f"q{n}", "answer": answer}) for n, answer in enumerate(answers)]
+    assert load_task(f"jsonl:{write(*rows)}").reward is reward
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"prompt": "a", "answer"', "not JSON"),
+        ("prompt,answer", "not JSON"),
+        (b'{"prompt": "\xff", "answer": "1", "level": 0}', "not JSON"),
+        ("[1, 2]", "list instead of an object"),
+        ("3", "int instead of an object"),
+        ('{"answer": "1", "level": 0}', "the column 'prompt' is None"),
+        ('{"prompt": "", "answer": "1", "level": 0}', "the column 'prompt' is ''"),
+        ('{"prompt": 3, "answer": "1", "level": 0}', "the column 'prompt' is 3"),
+        ('{"prompt": [], "answer": "1", "level": 0}', r"the column 'prompt' is \[\]"),
+        ('{"prompt": "a", "level": 0}', "the columns answer are"),
+        ('{"prompt": "a", "answer": "1", "level": 0, "x": 1}', "the columns x are"),
+    ],
+)
+def test_a_corrupted_line_is_named_with_its_number(write, line, what):
+    path = write(*lines(4), "", line, *lines(9, start=4))
+    with pytest.raises(ValueError, match=f"problems.jsonl, line 6: {what}") as caught:
+        load_task(f"jsonl:{path}")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_a_task(write):
+    with pytest.raises(FileNotFoundError, match="no file .*missing.jsonl"):
+        load_task("jsonl:missing.jsonl")
+    with pytest.raises(ValueError, match="0 prompts to train on and 0 held out"):
+        load_task(f"jsonl:{write('')}")
+    with pytest.raises(ValueError, match="0 prompts to train on and 1 held out"):
+        load_task(f"jsonl:{write(*lines(1))}")
+    for fraction in (0, 1, -0.1):
+        with pytest.raises(ValueError, match="heldout_fraction is"):
+            load_task(f"jsonl:{write(*lines(9))}:heldout_fraction={fraction}")
+    with pytest.raises(ValueError, match="has no setting fraction; it takes heldout, prompt, answer, heldout_fraction"):
+        load_task(f"jsonl:{write(*lines(9))}:fraction=0.1")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(write):
+    path = write(b"\xef\xbb\xbf" + "\r\n".join(lines(20)).encode())
+    assert len(load_task(f"jsonl:{path}").train) > 5
+
+
+def test_a_colon_in_a_path(write, tmp_path):
+    assert split_settings("C:/a.jsonl") == ("C:/a.jsonl", {})
+    assert split_settings("C:/a.jsonl:prompt=q") == ("C:/a.jsonl", {"prompt": "q"})
+
+
+def test_a_reward_that_misses_its_column_says_so(write):
+    rows = [json.dumps({"prompt": f"q{n}", "label": "yes"}) for n in range(30)]
+    task = load_task(f"jsonl:{write(*rows)}")
+    with pytest.raises(RewardError, match="missing 1 required positional argument: 'answer'"):
+        grade(task, ["yes"], task.train[0])
+
+
+def test_a_conversation_as_a_prompt(write):
+    turns = [[{"role": "system", "content": "short"}, {"role": "user", "content": f"q{n}"}] for n in range(30)]
+    task = load_task(f"jsonl:{write(*[json.dumps({'prompt': t, 'answer': '1'}) for t in turns])}")
+    assert task.train[0].prompt[0] == {"role": "system", "content": "short"}
+    assert len(task.train) + len(task.heldout) == 30
+
+
+def test_datasets_by_name_and_the_split_that_is_held_out(monkeypatch):
+    calls = []
+
+    def load_dataset(path, config, split):
+        calls.append((path, config, split))
+        return [{"question": f"{split} {n}", "answer": str(n)} for n in range(30)]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    task = load_task("datasets:openai/gsm8k:config=main,prompt=question,heldout=test")
+    assert calls == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert prompts(task.heldout)[0] == "test 0" and prompts(task.train)[0] == "train 0" and len(task.heldout) == 30
+    assert task.reward is number_match and task.name == "datasets:openai/gsm8k"
+    task = load_task("datasets:openai/gsm8k:prompt=question")
+    assert 0 < len(task.heldout) < 30 and calls[2:] == [("openai/gsm8k", None, "train")]
+
+
+def test_datasets_that_fail_say_which(monkeypatch):
+    def load_dataset(path, config, split):
+        raise FileNotFoundError("not on the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match="datasets cannot load nobody/nothing, split train: not on the hub"):
+        load_task("datasets:nobody/nothing")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        load_task("datasets:nobody/nothing")
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="pip install datasets")
+@pytest.mark.parametrize("nested", [False, True])
+def test_datasets_from_a_folder(tmp_path, nested):
+    import datasets
+
+    data = datasets.Dataset.from_list([{"prompt": f"q{n}", "answer": str(n)} for n in range(30)])
+    (datasets.DatasetDict(train=data) if nested else data).save_to_disk(tmp_path / "data")
+    task = load_task(f"datasets:{tmp_path / 'data'}")
+    assert len(task.train) + len(task.heldout) == 30 and task.train[0].columns.keys() == {"answer"}
+
+
+def test_a_leak_is_refused():
+    example = Example("1+1=", {"answer": "2"})
+    with pytest.raises(ValueError, match=r"t: 1 prompts are both trained on and held out, such as '1\+1='"):
+        require_no_leak(Task("t", [example, Example("2+2=", {})], [Example("1+1=", {"answer": "3"})], exact_match))
+
+
+def test_every_task_is_checked_for_a_leak(monkeypatch):
+    task = load_task("arithmetic")
+    leaky = Task("arithmetic", [*task.train, task.heldout[0]], task.heldout, task.reward)
+    monkeypatch.setattr("lmrl.tasks.arithmetic_task", lambda: leaky)
+    with pytest.raises(ValueError, match="1 prompts are both"):
+        load_task("arithmetic")
+
+
+def test_rows_without_the_reward_named_twice():
+    rows = [(f"row {n}", {"prompt": f"q{n}", "answer": "1"}) for n in range(9)]
+    with pytest.raises(ValueError, match="name a function in a file"):
+        rows_task("t", rows, reward="nonsense")
+
+
 # --------------------------------------------------------------------------------------------------- prompts to ids (27)
 
 
@@ -299,3 +625,24 @@ def test_a_task_s_stop_texts_become_ids():
     task = Task("t", [], [], lambda **_: [], stop=("=",))
     ids = stop_token_ids(tokenizer, build_policy(tokenizer), stop=task.stop)
     assert ids == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("=")]
+
+
+def test_turns_are_encoded_by_the_template_only():
+    turns = [{"role": "user", "content": "1+1="}, {"role": "user", "content": "2+2="}]
+    tokenizer = chat_tokenizer(TURNS)
+    tokens = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, turns))
+    assert tokens == ["<bos>", "<user>", *"1+1=", "<end>", "<user>", *"2+2=", "<end>", "<model>"]
+    with pytest.raises(ValueError, match="cannot encode the prompt .*chat_template"):
+        encode_prompt(build_tokenizer(), turns)
+
+
+def test_pitfall_27_long_prompts_are_dropped_with_a_count_and_never_cut():
+    tokenizer, task = build_tokenizer(), load_task("arithmetic")
+    long = [Example("1" * n + "+1=", {"answer": ""}) for n in (3, 4, 5, 90)]
+    mixed = Task("t", [*long[:2], *task.train[:3], long[2]], [*task.heldout[:3], long[3]], task.reward, stop=("=",))
+    kept, dropped = drop_long_prompts(mixed, tokenizer, max_prompt_length=7)
+    assert dropped == 3 and kept.train == [long[0], *task.train[:3]] and kept.heldout == task.heldout[:3]
+    assert kept.stop == ("=",) and drop_long_prompts(mixed, tokenizer, 100) == (mixed, 0)
+    assert drop_long_prompts(mixed, tokenizer, 8)[1] == 2  # <bos> counts
+    with pytest.raises(ValueError, match=r"no prompt has at most 5 tokens .*the longest has 94"):
+        drop_long_prompts(mixed, tokenizer, 5)
