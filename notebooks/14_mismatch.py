@@ -43,7 +43,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -87,6 +87,7 @@ from lmrl.policy import (
     Samples,
     addition_problems,
     addition_reward,
+    build_policy,
     completion_logits,
     completion_texts,
     length_mask,
@@ -109,6 +110,7 @@ from lmrl.tree import (
     flat_gradient,
     leaf_logprobs,
     leaf_probabilities,
+    prompted_policy,
     row_gradients,
     score_matrix,
     sequence_entropy,
@@ -2028,6 +2030,170 @@ def mismatch_alarm(metrics: dict[str, float], low: float = 0.9, high: float = 1.
 
 
 # %% [markdown]
+# A case with a history: a checkpoint ships `repetition_penalty: 1.1`, the engine follows it, the trainer knows nothing of it. The
+# penalty divides positive logits of tokens that have occurred by 1.1 and multiplies negative ones. For the tiny policy on one
+# prompt, all completions of up to three tokens can be enumerated, so the expectations over $\mu$ are exact; the metrics
+# come from 256 samples of it.
+
+
+# %% tags=["demo"]
+def with_penalty(policy, prompt_ids, penalty):
+    def penalised(prefixes):
+        logits = policy(prefixes)
+        seen = torch.cat([prompt_ids.expand(len(prefixes), -1), prefixes], 1)
+        occurred = torch.zeros_like(logits, dtype=torch.bool).scatter(1, seen, True)
+        return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+    return penalised
+
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, policy = load_tokenizer(folder), load_policy(folder)
+prompt_ids = torch.tensor(tokenizer("12+34=").input_ids)
+trainer = prompted_policy(policy, prompt_ids)
+found = {}
+for penalty in (1.0, 1.1, 1.3):
+    with torch.no_grad():
+        pi = enumerate_tree(trainer, 3, tokenizer.eos_token_id)
+        mu = enumerate_tree(with_penalty(trainer, prompt_ids, penalty), 3, tokenizer.eos_token_id)
+    gap = sampler_gap(pi.logprobs, mu.logprobs, mu.mask)
+    per_token = expectation(mu, mu.mask.sum(1))
+    geometric = (expectation(mu, gap.sum(1)) / per_token).exp().item()
+    arithmetic = (expectation(mu, torch.where(mu.mask, gap.exp(), 0.0).sum(1)) / per_token).item()
+    off = (expectation(mu, (gap.abs() > 0.01).sum(1)) / per_token).item()
+    drawn = torch.multinomial(leaf_probabilities(mu), 256, True, generator=torch.Generator().manual_seed(0))
+    found[penalty] = mismatch_metrics(pi.logprobs[drawn], mu.logprobs[drawn], mu.mask[drawn])
+    print(
+        f"penalty {penalty}: geometric {geometric:.3f}, arithmetic {arithmetic:.6f}, {off:.0%} of the tokens off by over 1%"
+    )
+    print("   in the samples", {name[9:]: round(value, 3) for name, value in found[penalty].items()})
+    assert abs(arithmetic - 1) < 1e-10 and (geometric < 0.95 or penalty == 1)
+print(mismatch_alarm(found[1.3]))
+assert mismatch_alarm(found[1.0]) is None and mismatch_alarm(found[1.3]) is not None
+
+# %% [markdown]
+# The arithmetic mean is 1 to the tenth decimal in all three. (Its samples scatter around 1, as noise does.) At 1.1 half of the
+# tokens are off, and the alarm is still silent for this policy: its bounds are wide. They are for what is broken; the
+# numbers are there to be looked at.
+#
+# ## What each mode gives up
+#
+# **Claim 14.6**, exactly. A sampler that is far from the trainer, and rewards on a tree of four tokens; bias and variance of the
+# update from one completion of $\mu$, with $R - J$ as its advantage.
+
+
+# %% tags=["demo"]
+def noisy_sampler(sigma):
+    sampler = copy.deepcopy(speaker)
+    sampler.logits.data += sigma * TabularPolicy(3, 4, seed=100).logits.data
+    return enumerate_tree(sampler, 4, eos_id=0)
+
+
+def corrected(mu, mode, cap):
+    weights = torch.ones_like(mu.logprobs)
+    if mode != "none":
+        weights = correction_weights(pi.logprobs, mu.logprobs, mu.mask, mode, cap)
+    return leaf_moments(mu, torch.einsum("lt,ltp->lp", weights * praise[:, None], token_scores), gradient)
+
+
+# %%
+speaker = TabularPolicy(vocab_size=3, max_length=4, seed=0)
+pi = enumerate_tree(speaker, 4, eos_id=0)
+R = ((pi.ids == 1) & pi.mask).sum(1).double() ** 2 / 16
+praise = (R - expectation(pi, R)).detach()
+gradient = exact_gradient(pi, R, [speaker.logits])
+token_scores = torch.stack([row_gradients(column, [speaker.logits]) for column in pi.logprobs.unbind(1)], 1)
+
+mu = noisy_sampler(0.5)
+product = correction_weights(pi.logprobs, mu.logprobs, mu.mask, "sequence_truncate", math.inf)[:, 0]
+print(f"under μ the weights of completions have mean {expectation(mu, product):.12f}, up to {product.max():.1f}")
+assert abs(expectation(mu, product) - 1) < 1e-10
+print("bias / ‖∇J‖, variance at cap        1.2             2               5               none")
+found = {}
+for mode in ("none", *CORRECTION_MODES):
+    for cap in (1.2, 2.0, 5.0, math.inf):
+        found[mode, cap] = corrected(mu, mode, cap)
+    cells = [
+        (found[mode, cap].bias.norm() / gradient.norm(), found[mode, cap].variance) for cap in (1.2, 2, 5, math.inf)
+    ]
+    print(f"{mode:30}", "   ".join(f"{bias:6.1%} {variance:6.4f}" for bias, variance in cells))
+bias = {key: (moments.bias.norm() / gradient.norm()).item() for key, moments in found.items()}
+assert (
+    bias["sequence_truncate", math.inf] < 1e-10 < 0.01 < bias["sequence_truncate", 5.0] < bias["sequence_truncate", 2.0]
+)
+assert found["sequence_truncate", 1.2].variance < found["sequence_truncate", 2.0].variance
+assert found["sequence_truncate", 5.0].variance < found["sequence_truncate", math.inf].variance
+assert min(bias[mode, cap] for mode, cap in bias if mode.startswith("token")) > 0.1
+
+# %% [markdown]
+# - **One weight per completion**: a lower cap buys variance with bias. Without a cap there is no bias.
+# - **A weight per token** keeps a bias that no cap removes. In every state it repairs the choice of the token; that the state
+#   was reached by $\mu$, and that $\mu$ writes the rest, it does not know. In return its variance hardly grows.
+# - **Masking** gives up what is above the cap altogether. Those are completions that $\pi$ likes more than $\mu$ does, so the bias is
+#   larger than that of truncation at the same cap. What speaks for it is not in this table: a weight of 50 is more often the sign
+#   of a broken log-prob than of a rare event, and such a completion is better left out.
+#
+# Which cap is best? That of the smallest mean squared error, bias$^2$ + variance$/N$. The more completions $N$ a step averages, the
+# less the variance counts, and the higher the cap should be.
+
+
+# %% tags=["export:figures"]
+def correction_tradeoff(caps: Tensor, bias: dict[str, Tensor], error: dict[str, Tensor], completions: int) -> Figure:
+    """Against the cap: each mode's bias, and its root mean squared error for a step; both relative to ‖∇J‖."""
+    fig, axes = new_figure(1, 2, height=3.4, sharex=True)
+    color = {"none": "reference", "token": "advantage", "sequence": "policy"}
+    for ax, curves in zip(axes, (bias, error), strict=True):
+        for mode, values in curves.items():
+            style = "--" if mode.endswith("mask") else "-"
+            ax.plot(caps, values, style, color=COLORS[color[mode.partition("_")[0]]], lw=1.8)
+        ax.set(xscale="log", xlabel="cap C", xlim=(caps[0], caps[-1]), ylim=(0, None))
+        ax.set_xticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"])
+        ax.minorticks_off()
+    gap = 0.06 * axes[0].get_ylim()[1]
+    for mode, height in zip(bias, spread_labels([values[-1].item() for values in bias.values()], gap)):
+        place = {"va": "center", "fontsize": 8, "color": COLORS[color[mode.partition("_")[0]]]}
+        axes[0].annotate(mode, (caps[-1] * 1.05, height), annotation_clip=False, **place)
+    axes[0].set_title("Bias / ‖∇J‖")
+    axes[1].set_title(f"Error of {completions} completions / ‖∇J‖")
+    return fig
+
+
+# %% tags=["demo"]
+def draw_tradeoff(sigma, completions):
+    mu, caps = noisy_sampler(sigma), torch.logspace(math.log10(0.5), math.log10(6), 20, dtype=torch.float64)
+    curves = {mode: [corrected(mu, mode, cap) for cap in caps.tolist()] for mode in CORRECTION_MODES}
+    curves["none"] = [corrected(mu, "none", math.inf)] * len(caps)
+    bias = {mode: torch.stack([m.bias.norm() for m in row]) / gradient.norm() for mode, row in curves.items()}
+    errors = {mode: [m.averaged(completions).mse for m in row] for mode, row in curves.items()}
+    error = {mode: torch.tensor(row).sqrt() / gradient.norm() for mode, row in errors.items()}
+    return correction_tradeoff(caps, bias, error, completions)
+
+
+# %%
+show(
+    draw_tradeoff(sigma=0.5, completions=256),
+    caption="Left: a weight for the completion (blue) loses its bias as the cap rises, a weight per token (orange) keeps some; dashed, what is above the cap is masked. Right: with 256 "
+    "completions the best cap lies between.",
+    alt="Two panels against the cap from 0.5 to 6. Left: bias of four modes; those of the sequence fall to zero, those of the "
+    "token level off at a fifth, masking is above truncation. Right: error of a step; sequence truncation is lowest.",
+)
+
+# %% [markdown]
+# Raise $N$ to 10,000, and the right panel turns into the left one. Lower $\sigma$, the distance between the two policies, to 0.05,
+# still more than two programs with the same weights should be apart: above 1.2 the cap no longer matters, and at $N = 256$ neither
+# does the correction. The bias of `none`, 4%, shows once $N$ is in the thousands. A cap below 1 only ever shrinks the step.
+
+# %%
+explore(
+    draw_tradeoff,
+    sigma=widgets.FloatSlider(
+        value=0.5, min=0.05, max=1.0, step=0.05, description="distance σ of the sampler's logits"
+    ),
+    completions=widgets.IntSlider(value=256, min=16, max=10000, step=16, description="completions per step N"),
+)
+
+# %% [markdown]
 # ## A real engine
 #
 # **The question.** Section 1's decode loop samples from the very model that is trained. Nothing can come between the
@@ -2619,6 +2785,214 @@ else:
     raise AssertionError("an unknown name was accepted")
 if with_vllm:
     engine.close()
+
+# %% [markdown]
+# ## How large is it?
+#
+# The engine above ran in float32 and agreed to five decimals. Nobody samples in float32. Three things that make one policy
+# two, each measured on its own.
+#
+# **Precision.** A copy of the policy in each of three types writes answers; the trainer scores them in float32. A bf16
+# number has 8 significant bits, an fp16 number 11, so the errors of the first should be about $2^3 = 8$ times those of the second.
+
+
+# %% tags=["demo"]
+def same_policy(dtype):
+    return copy.deepcopy(policy).to(dtype)
+
+
+def scored(model, rollouts):
+    with torch.no_grad():
+        return token_logprobs(model, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)
+
+
+# %%
+folder = warm_start_folder(seed=0)
+tokenizer, policy = load_tokenizer(folder), load_policy(folder)
+prompts = [tokenizer(problem.prompt).input_ids for problem in addition_problems()[1][:64]]
+settings = {"stop_ids": stop_token_ids(tokenizer, policy), "pad_id": tokenizer.pad_token_id, "max_completion_length": 4}
+token_gaps = {}
+for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    rollouts = TorchSampler(same_policy(dtype), **settings).generate(prompts, num_generations=8, seed=0)
+    numbers = (scored(policy, rollouts), rollouts.sampler_logprobs, rollouts.mask)
+    token_gaps[name] = sampler_gap(*numbers)[rollouts.mask]
+    metrics = {
+        key[9:]: f"{value:.2g}" if "delta" in key else f"{value:.4f}"
+        for key, value in mismatch_metrics(*numbers).items()
+    }
+    print(f"{name:8} σ = {token_gaps[name].std():.1e} nats ", metrics)
+sigma = {name: values.std().item() for name, values in token_gaps.items()}
+print(f"bf16 over fp16: {sigma['bf16'] / sigma['fp16']:.1f}")
+assert 6 < sigma["bf16"] / sigma["fp16"] < 11 and sigma["float32"] < 1e-4
+
+# %% [markdown]
+# **Company.** The same program, the same weights, the same rows, in a batch with one longer prompt: the rows get more padding, the
+# sums in the attention are cut up differently.
+
+# %%
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    model = same_policy(dtype)
+    longer = replace(
+        rollouts, prompt_ids=F.pad(rollouts.prompt_ids, (9, 0)), prompt_mask=F.pad(rollouts.prompt_mask, (9, 0))
+    )
+    apart = sampler_gap(scored(model, longer), scored(model, rollouts), rollouts.mask).abs().max()
+    print(f"{str(dtype)[6:]:9} largest gap {apart:.1e} nats")
+    assert dtype != torch.float32 or apart < 1e-4
+
+# %% [markdown]
+# **Program.** Both in bf16: is the gap then gone? The engine against a trainer in float32, and against one in its own type.
+
+# %%
+if with_vllm:
+    with VLLMSampler(same_policy(torch.bfloat16), **settings) as engine:
+        rollouts = engine.generate(prompts, num_generations=8, seed=0)
+    for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
+        metrics = mismatch_metrics(scored(same_policy(dtype), rollouts), rollouts.sampler_logprobs, rollouts.mask)
+        print(f"trainer in {name:8}", {key[9:]: round(value, 4) for key, value in metrics.items()})
+        assert mismatch_alarm(metrics) is None and metrics["mismatch/delta_mean"] < 0.05
+else:
+    print(
+        "vLLM is not installed here; where it is, both have a mean gap of about 0.01 nats, and a largest of about 0.2"
+    )
+
+# %% [markdown]
+# The same type does not help: two programs that round to 8 bits in different places are as far apart as either is from
+# float32. What helps is more bits.
+#
+# ## From a token to a completion
+#
+# A gap of 0.02 nats changes a probability by 2%. It adds up. Is it $T$ times as much for $T$ tokens, as for a constant
+# error, or does it average out? Given the prefix, the gap of a token drawn from $\mu$ has mean
+#
+# $$\mathbb{E}_{\mu}[\Delta_t \mid s_t] = \sum_a \mu \log\frac{\pi}{\mu} = -\mathrm{KL}(\mu \,\|\, \pi)(s_t),$$
+#
+# which is of second order in the gap. So an earlier gap says almost nothing about a later one:
+# $\mathrm{Cov}(\Delta_s, \Delta_t) = -\mathrm{Cov}(\Delta_s, \mathrm{KL}(s_t))$ is of third order, however much the *tokens*
+# depend on each other. Variances add up:
+#
+# $$\mathrm{Var}\Big(\sum_t \Delta_t\Big) \approx \sum_t \sigma_t^2 = \sigma^2 T,
+# \qquad\text{a spread of } \sigma\sqrt{T} .$$
+#
+# With independent positions it is exact. On trees: first such a policy, then one in which everything depends on the prefix,
+# as the two policies approach each other.
+
+
+# %% tags=["demo"]
+def variance(tree, values):
+    return expectation(tree, (values - expectation(tree, values)) ** 2)
+
+
+def excess(pi, mu):
+    gap = sampler_gap(pi.logprobs, mu.logprobs, mu.mask)
+    return (variance(mu, gap.sum(1)) / variance(mu, gap).sum() - 1).item()
+
+
+# %%
+table, noise = TabularPolicy(2, 6, seed=0), TabularPolicy(2, 6, seed=1).logits.detach()
+rows = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+pi, mu = (enumerate_tree(lambda prefixes: r[prefixes.shape[1]].expand(len(prefixes), -1), 6) for r in rows)
+print(f"independent positions:  variance of the sum / sum of the variances - 1 = {excess(pi, mu):.1e}")
+assert abs(excess(pi, mu)) < 1e-10
+pi, found = enumerate_tree(table, 6), []
+for distance in (0.4, 0.2, 0.1, 0.05):
+    moved = copy.deepcopy(table)
+    moved.logits.data += distance * noise
+    found.append(excess(pi, enumerate_tree(moved, 6)))
+    print(f"everything depends on the prefix, distance {distance}: {found[-1]:+.4f}")
+assert all(1.5 < a / b < 3 for a, b in zip(found, found[1:]))
+
+# %% [markdown]
+# And in a transformer: an untrained one, so that all positions are alike, writes 64 tokens and scores them in three types.
+
+# %%
+untrained = build_policy(tokenizer, max_positions=96)
+endless = TorchSampler(untrained, stop_ids=[len(tokenizer)], pad_id=0, max_completion_length=64)
+rollouts = endless.generate(prompts, num_generations=2, seed=0)
+spreads, predictions = {}, {}
+for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    other = scored(copy.deepcopy(untrained).to(dtype), rollouts)
+    gap = sampler_gap(other, rollouts.sampler_logprobs, rollouts.mask).double()
+    spreads[name] = gap.cumsum(1).std(0)
+    predictions[name] = gap.std() * torch.arange(1, 65).sqrt()
+    at = [0, 3, 15, 63]
+    print(name, "tokens", [n + 1 for n in at], "spread", [f"{x:.1e}" for x in spreads[name][at].tolist()])
+    print("             σ√T  ", [f"{x:.1e}" for x in predictions[name][at].tolist()])
+    assert ((spreads[name] / predictions[name]).log().abs() < math.log(1.5)).all()
+
+# %% [markdown]
+# The largest gaps are another matter than the spread. They are far larger than those of a normal distribution with the
+# same $\sigma$: errors in the logits count fully where the policy is in doubt, and not at all where it is sure.
+
+
+# %% tags=["export:figures"]
+def mismatch_growth(spreads: dict[str, Tensor], predictions: dict[str, Tensor], gaps: dict[str, Tensor]) -> Figure:
+    """Left: spread of the summed gap after each token, [T], and σ√T. Right: share of tokens above a gap, [n]; dashed: normal."""
+    fig, (left, right) = new_figure(1, 2, height=3.4)
+    normal, colors = torch.distributions.Normal(0.0, 1.0), {"bf16": COLORS["error"], "fp16": COLORS["policy"]}
+    for name, spread in spreads.items():
+        lengths = torch.arange(1, len(spread) + 1)
+        chosen = (2.0 ** torch.arange(0, math.log2(len(spread)) + 0.1, 0.5)).long() - 1
+        left.plot(lengths, predictions[name], "--", color=COLORS["reference"], lw=1)
+        left.plot(lengths[chosen], spread[chosen], "o", color=colors[name], ms=4)
+        left.annotate(name, (2, spread[1]), (4, -12), textcoords="offset points", fontsize=9, color=colors[name])
+        sizes, order = gaps[name].abs().sort()
+        share = 1 - torch.arange(len(sizes)) / len(sizes)
+        right.plot(sizes, share, color=colors[name], lw=1.8)
+        x = gaps[name].std() * torch.linspace(0.1, 4, 60)
+        right.plot(x, 2 * (1 - normal.cdf(x / gaps[name].std())), "--", color=COLORS["reference"], lw=1)
+        right.annotate(
+            name,
+            (sizes[-1], share[-1]),
+            (4, 2),
+            textcoords="offset points",
+            fontsize=9,
+            color=colors[name],
+        )
+    left.annotate(
+        "σ√T", (lengths[-1] / 3, predictions["bf16"][len(lengths) // 3]), (-22, 10), textcoords="offset points"
+    )
+    left.set(xscale="log", yscale="log", xlabel="tokens T", title="Spread of ΣΔ (nats)")
+    left.set_xticks([1, 10, 100], ["1", "10", "100"])
+    right.set(xscale="log", yscale="log", xlabel="|Δ| (nats)", title="Share of tokens above it")
+    right.set(xlim=(1e-5, 1), ylim=(3e-4, 1.3))
+    for ax in (left, right):
+        ax.minorticks_off()
+    return fig
+
+
+# %%
+show(
+    mismatch_growth(spreads, predictions, token_gaps),
+    caption="Left: the gaps of a completion add up as √T, for both types. Right: most tokens hardly differ and a few differ by many σ; "
+    "dashed, a normal distribution of the same σ.",
+    alt="Left: log-log plot of the spread of the summed gap against tokens; points of bf16 and, eight times lower, fp16 lie on "
+    "dashed lines of slope one half. Right: share of tokens above a gap; both curves cross the normal ones and end far to the right.",
+)
+for name in ("bf16", "fp16"):
+    squares = token_gaps[name].square().sort(descending=True).values
+    share = squares[: len(squares) // 100].sum() / squares.sum()
+    print(
+        f"{name}: 1% of the tokens has {share:.0%} of the squared gaps (normal: 8%), the largest is {squares[0].sqrt() / sigma[name]:.0f} σ"
+    )
+    assert share > 0.12
+
+# %% [markdown]
+# What it does to the weights: for gaps that are nearly normal, $w = \exp\big(\sum_t\Delta_t\big)$ has the second moment
+# $\mathbb{E}[w^2] = e^{\sigma^2 T}$ (section 10), and the effective sample size is its inverse.
+
+# %%
+for length in (100, 1000, 10_000, 100_000):
+    left = {name: math.exp(-(sigma[name] ** 2) * length) for name in ("bf16", "fp16")}
+    print(
+        f"T = {length:7,}",
+        "   ".join(f"{name}: spread {sigma[name] * length**0.5:.2f}, ess {left[name]:.0%}" for name in left),
+    )
+assert math.exp(-(sigma["bf16"] ** 2) * 10_000) < 0.1 < 0.8 < math.exp(-(sigma["fp16"] ** 2) * 10_000)
+
+# %% [markdown]
+# With the $\sigma$ of this policy and ten thousand tokens, bf16 leaves next to nothing of a batch after sequence-level correction, and fp16
+# almost all. That is the argument of Qi et al. (2025) for fp16, whose three more bits cost range, not memory. The other ways out
+# are the ones above: a weight per token, with its bias; a cap; a sampler and a trainer that share their kernels.
 
 # %% [markdown]
 # # Part 7. Entropy is spent

@@ -23,6 +23,8 @@ __all__ = [
     "kl_placements",
     "stop_push",
     "length_drift",
+    "correction_tradeoff",
+    "mismatch_growth",
     "entropy_paths",
     "entropy_for_reward",
     "held_share",
@@ -193,6 +195,61 @@ def length_drift(cap: int, mean_length: float, pass_rate: float = 0.5, paths: di
     right.set(
         xlabel="steps", title="Mean length, tokens", xlim=(0, 235), xticks=range(0, 151, 50), ylim=(0, cap * 1.08)
     )
+    return fig
+
+
+def correction_tradeoff(caps: Tensor, bias: dict[str, Tensor], error: dict[str, Tensor], completions: int) -> Figure:
+    """Against the cap: each mode's bias, and its root mean squared error for a step; both relative to ‖∇J‖."""
+    fig, axes = new_figure(1, 2, height=3.4, sharex=True)
+    color = {"none": "reference", "token": "advantage", "sequence": "policy"}
+    for ax, curves in zip(axes, (bias, error), strict=True):
+        for mode, values in curves.items():
+            style = "--" if mode.endswith("mask") else "-"
+            ax.plot(caps, values, style, color=COLORS[color[mode.partition("_")[0]]], lw=1.8)
+        ax.set(xscale="log", xlabel="cap C", xlim=(caps[0], caps[-1]), ylim=(0, None))
+        ax.set_xticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"])
+        ax.minorticks_off()
+    gap = 0.06 * axes[0].get_ylim()[1]
+    for mode, height in zip(bias, spread_labels([values[-1].item() for values in bias.values()], gap)):
+        place = {"va": "center", "fontsize": 8, "color": COLORS[color[mode.partition("_")[0]]]}
+        axes[0].annotate(mode, (caps[-1] * 1.05, height), annotation_clip=False, **place)
+    axes[0].set_title("Bias / ‖∇J‖")
+    axes[1].set_title(f"Error of {completions} completions / ‖∇J‖")
+    return fig
+
+
+def mismatch_growth(spreads: dict[str, Tensor], predictions: dict[str, Tensor], gaps: dict[str, Tensor]) -> Figure:
+    """Left: spread of the summed gap after each token, [T], and σ√T. Right: share of tokens above a gap, [n]; dashed: normal."""
+    fig, (left, right) = new_figure(1, 2, height=3.4)
+    normal, colors = torch.distributions.Normal(0.0, 1.0), {"bf16": COLORS["error"], "fp16": COLORS["policy"]}
+    for name, spread in spreads.items():
+        lengths = torch.arange(1, len(spread) + 1)
+        chosen = (2.0 ** torch.arange(0, math.log2(len(spread)) + 0.1, 0.5)).long() - 1
+        left.plot(lengths, predictions[name], "--", color=COLORS["reference"], lw=1)
+        left.plot(lengths[chosen], spread[chosen], "o", color=colors[name], ms=4)
+        left.annotate(name, (2, spread[1]), (4, -12), textcoords="offset points", fontsize=9, color=colors[name])
+        sizes, order = gaps[name].abs().sort()
+        share = 1 - torch.arange(len(sizes)) / len(sizes)
+        right.plot(sizes, share, color=colors[name], lw=1.8)
+        x = gaps[name].std() * torch.linspace(0.1, 4, 60)
+        right.plot(x, 2 * (1 - normal.cdf(x / gaps[name].std())), "--", color=COLORS["reference"], lw=1)
+        right.annotate(
+            name,
+            (sizes[-1], share[-1]),
+            (4, 2),
+            textcoords="offset points",
+            fontsize=9,
+            color=colors[name],
+        )
+    left.annotate(
+        "σ√T", (lengths[-1] / 3, predictions["bf16"][len(lengths) // 3]), (-22, 10), textcoords="offset points"
+    )
+    left.set(xscale="log", yscale="log", xlabel="tokens T", title="Spread of ΣΔ (nats)")
+    left.set_xticks([1, 10, 100], ["1", "10", "100"])
+    right.set(xscale="log", yscale="log", xlabel="|Δ| (nats)", title="Share of tokens above it")
+    right.set(xlim=(1e-5, 1), ylim=(3e-4, 1.3))
+    for ax in (left, right):
+        ax.minorticks_off()
     return fig
 
 
