@@ -1322,7 +1322,8 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
     """A trainable critic without dropout whose head starts at 0, on a copy of a trunk or on the policy's own (section 12).
 
     ``source`` is the policy, or the path of a model, loaded as in `load_policy` with ``dtype`` and ``device``. ``shared`` takes
-    the policy's trunk itself, whose dropout is switched off too. A copy learns even where ``source`` is frozen. Raises ValueError if there is no policy to share it with.
+    the policy's trunk itself, whose dropout is switched off too. A copy learns even where ``source`` is
+    frozen. Raises ValueError if there is no policy to share it with.
     """
     if isinstance(source, (str, Path)):
         if shared:
