@@ -1,5 +1,6 @@
 """The claims of section 14, as the notebook proves them."""
 
+import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,8 +15,16 @@ from lmrl.baselines import group_advantages, leave_one_out_advantages
 from lmrl.figures.recipes import stop_push
 from lmrl.gae import gae, score_last_token
 from lmrl.loss import policy_loss, token_weights
+from lmrl.mismatch import CORRECTION_MODES, correction_weights, sampler_gap
 from lmrl.models import load_policy, load_tokenizer
-from lmrl.policy import addition_problems, addition_reward, completion_texts, token_logprobs, warm_start_folder
+from lmrl.policy import (
+    addition_problems,
+    addition_reward,
+    build_policy,
+    completion_texts,
+    token_logprobs,
+    warm_start_folder,
+)
 from lmrl.ppo import clipped, clipped_surrogate, importance_ratio
 from lmrl.recipes import (
     DEFAULTS,
@@ -387,6 +396,141 @@ def test_claim_14_5_a_run_in_which_nothing_rewards_length(loss_type, drift):
         assert mean[0] + error[0] < 2 and mean[1] - error[1] > 7
     else:
         assert (mean - 4).abs().max() < 0.5 and error.max() < 0.4
+
+
+# --- 14.6: the sampler is not the trainer ------------------------------------------------------------------------------
+
+
+def two_programs(size, distance):
+    """A problem, the tree of a sampler that is `distance` away, and the exact moments of an update with given weights."""
+    policy, tree, rewards, gradient = problem(*size)
+    sampler = TabularPolicy(*size[:2], seed=size[3])
+    sampler.logits.data += distance * TabularPolicy(*size[:2], seed=9).logits.data
+    sampled = enumerate_tree(sampler, *size[1:3])
+    advantages = (rewards - expectation(tree, rewards)).detach()
+    scores = torch.stack([row_gradients(column, policy.parameters()) for column in tree.logprobs.unbind(1)], 1)
+
+    def moments(mode, cap):
+        weights = correction_weights(tree.logprobs, sampled.logprobs, sampled.mask, mode, cap)
+        return leaf_moments(sampled, torch.einsum("lt,ltp->lp", weights * advantages[:, None], scores), gradient)
+
+    return tree, sampled, advantages, scores.sum(1), moments
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("distance", [0.1, 0.7])
+def test_claim_14_6_the_ratio_of_completions_has_mean_1_and_corrects_exactly(size, distance):
+    tree, sampled, _, _, moments = two_programs(size, distance)
+    ratio = correction_weights(tree.logprobs, sampled.logprobs, sampled.mask, "sequence_mask", math.inf)[:, 0]
+    assert expectation(sampled, ratio).item() == pytest.approx(1, abs=1e-10)
+    assert (ratio - 1).abs().max() > 0.05
+    for mode in ("sequence_mask", "sequence_truncate"):
+        assert moments(mode, math.inf).bias.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_claim_14_6_the_cap_trades_bias_for_variance(size):
+    """The bias is what is cut off, -E[(w - C)+ A ∇log π]; it is 0 from the largest weight on, and the noise grows until there."""
+    tree, sampled, advantages, scores, moments = two_programs(size, 0.7)
+    ratio = (leaf_logprobs(tree) - leaf_logprobs(sampled)).exp().detach()
+    caps = torch.linspace(0.4, ratio.max().item() + 1e-9, 25, dtype=float64).tolist()
+    p = leaf_probabilities(sampled).detach()
+    for mode in ("sequence_truncate", "sequence_mask"):
+        curve = [moments(mode, cap) for cap in caps]
+        for cap, found in zip(caps, curve):
+            lost = (ratio - cap).clamp(min=0) if mode == "sequence_truncate" else torch.where(ratio > cap, ratio, 0.0)
+            assert torch.allclose(found.bias, -(p * lost * advantages) @ scores, rtol=0, atol=1e-10)
+        second = [found.variance + found.mean.square().sum().item() for found in curve]
+        assert all(a <= b + 1e-12 for a, b in zip(second, second[1:]))
+        assert curve[-1].bias.norm() < 1e-9 < 0.01 * curve[0].bias.norm() and curve[0].variance < curve[-1].variance
+    truncated = [moments("sequence_truncate", cap).bias.norm().item() for cap in caps]
+    assert truncated[0] > truncated[len(caps) // 2] > truncated[-1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_claim_14_6_a_weight_per_token_is_biased_at_any_cap(size):
+    _, _, _, _, moments = two_programs(size, 0.7)
+    target = moments("sequence_mask", math.inf).mean.norm()
+    for mode in ("token_truncate", "token_mask"):
+        biases = [moments(mode, cap).bias.norm() / target for cap in (0.5, 1.0, 1.5, 2.0, 3.0, 10.0, math.inf)]
+        assert min(biases) > 0.02
+    assert moments("token_mask", math.inf).variance < moments("sequence_mask", math.inf).variance
+
+
+def test_claim_14_6_for_one_token_the_two_levels_agree():
+    _, _, _, _, moments = two_programs((5, 1, None, 0), 0.7)
+    for bound in ("truncate", "mask"):
+        for cap in (0.5, 1.2, math.inf):
+            token, sequence = moments(f"token_{bound}", cap), moments(f"sequence_{bound}", cap)
+            assert torch.equal(token.mean, sequence.mean) and token.variance == sequence.variance
+        assert moments(f"token_{bound}", math.inf).bias.abs().max() < 1e-10
+    assert set(CORRECTION_MODES) == {
+        f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask")
+    }
+
+
+def spread_over_parts(tree, sampled):
+    """Variance of the summed gap over the sum of the tokens' variances."""
+    gap = sampler_gap(tree.logprobs, sampled.logprobs, sampled.mask)
+
+    def variance(values):
+        return expectation(sampled, (values - expectation(sampled, values)) ** 2)
+
+    return (variance(gap.sum(1)) / variance(gap).sum()).item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("length", [3, 5])
+def test_claim_14_6_gaps_of_independent_positions_add_up_as_the_root_of_the_length(seed, length):
+    rows = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(seed), dtype=float64)
+    trees = [enumerate_tree(lambda x, r=r: r[x.shape[1]].expand(len(x), -1), length) for r in rows]
+    assert spread_over_parts(*trees) == pytest.approx(1, abs=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_claim_14_6_dependence_on_the_prefix_matters_to_higher_order_only(seed):
+    policy, far = TabularPolicy(2, 6, seed=seed), TabularPolicy(2, 6, seed=seed + 20).logits.data
+    tree, excess = enumerate_tree(policy, 6), []
+    for distance in (0.1, 0.05, 0.025, 0.0125):
+        sampler = TabularPolicy(2, 6, seed=seed)
+        sampler.logits.data += distance * far
+        excess.append(abs(spread_over_parts(tree, enumerate_tree(sampler, 6)) - 1))
+    assert excess[0] < 0.1 and excess[-1] < 0.01 and excess[-1] < excess[0] / 3
+
+
+def gaps_in(model, rollouts, *dtypes):
+    """The gaps of copies of `model` on one text, [B, T] for each dtype."""
+    rows = (rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)
+    with torch.no_grad():
+        own = token_logprobs(model, *rows)
+        others = [token_logprobs(copy.deepcopy(model).to(dtype), *rows) for dtype in dtypes]
+    return [sampler_gap(own, other, rollouts.mask) for other in others]
+
+
+@pytest.mark.parametrize("kind", ["trained", "untrained 0", "untrained 1"])
+def test_claim_14_6_fp16_narrows_the_gap(kind):
+    tokenizer = load_tokenizer(warm_start_folder(seed=0))
+    trained = kind == "trained"
+    model = load_policy(warm_start_folder(seed=0)) if trained else build_policy(tokenizer, seed=int(kind[-1]))
+    prompts = [tokenizer(problem.prompt).input_ids for problem in addition_problems()[1][:48]]
+    rollouts = TorchSampler(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, 4).generate(prompts, 8, seed=0)
+    bf16, fp16 = (gap[rollouts.mask] for gap in gaps_in(model, rollouts, torch.bfloat16, torch.float16))
+    assert 6 < bf16.std() / fp16.std() < 11
+    assert 6 < bf16.abs().mean() / fp16.abs().mean() < 11
+    if trained:  # heavy tails: the largest hundredth has far more of the squares than a normal distribution's 8%
+        squares = bf16.square().sort(descending=True).values
+        assert squares[: len(squares) // 100].sum() / squares.sum() > 0.15
+
+
+def test_claim_14_6_the_spread_of_a_transformer_grows_as_the_root_of_the_length():
+    tokenizer = load_tokenizer(warm_start_folder(seed=0))
+    model = build_policy(tokenizer, max_positions=96, seed=1)
+    prompts = [tokenizer(problem.prompt).input_ids for problem in addition_problems()[1][:64]]
+    rollouts = TorchSampler(model, [len(tokenizer)], tokenizer.pad_token_id, 64).generate(prompts, 2, seed=0)
+    (gap,) = gaps_in(model, rollouts, torch.bfloat16)
+    spread, lengths = gap.double().cumsum(1).std(0).log(), torch.arange(1.0, 65.0, dtype=float64).log()
+    slope = ((lengths - lengths.mean()) * (spread - spread.mean())).sum() / (lengths - lengths.mean()).square().sum()
+    assert 0.4 < slope < 0.6
 
 
 # --- 14.7: entropy ----------------------------------------------------------------------------------------------------

@@ -1279,3 +1279,132 @@ def the_critic_skips_rows_without_advantage(rows_with_gradient):
 )
 def the_correction_upside_down(prepare):
     return edited(prepare, "rollouts.old_logprobs, rollouts.sampler_logprobs", "rollouts.sampler_logprobs, rollouts.old_logprobs")  # fmt: skip
+
+
+# --- the mismatch between sampler and trainer -------------------------------------------------------------------------
+
+WEIGHTS = "test_mismatch.py::test_the_weights_of_four_modes"
+METRICS = "test_mismatch.py::test_the_metrics_written_out"
+
+
+@planted("lmrl.mismatch.sampler_gap", WEIGHTS)
+@planted("lmrl.mismatch.sampler_gap", METRICS)
+@planted("lmrl.mismatch.sampler_gap",
+         "test_claims_14.py::test_claim_14_6_the_ratio_of_completions_has_mean_1_and_corrects_exactly",
+         size=(3, 3, 0, 0), distance=0.7)  # fmt: skip
+def the_correction_inverted(sampler_gap):
+    return lambda old, sampler, mask: sampler_gap(sampler, old, mask)
+
+
+@planted("lmrl.mismatch.sampler_gap", "test_mismatch.py::test_nothing_leaks_out_of_the_padding", mode="sequence_mask")
+def padding_in_the_correction(sampler_gap):
+    return lambda old, sampler, mask: sampler_gap(old, sampler, torch.ones_like(mask))
+
+
+@planted("lmrl.mismatch.sampler_gap",
+         "test_mismatch.py::test_weights_carry_no_gradient_and_are_at_least_float32",
+         dtype=torch.bfloat16, expected=torch.float32)  # fmt: skip
+def the_gap_in_bf16(sampler_gap):
+    return edited(sampler_gap, "log_ratio(old_logprobs.detach(), sampler_logprobs.detach())", "old_logprobs.detach() - sampler_logprobs.detach()")  # fmt: skip
+
+
+@planted("lmrl.mismatch.sampler_gap",
+         "test_mismatch.py::test_weights_carry_no_gradient_and_are_at_least_float32",
+         dtype=torch.float32, expected=torch.float32)  # fmt: skip
+def a_gradient_through_the_correction(sampler_gap):
+    return edited(sampler_gap, "old_logprobs.detach()", "old_logprobs")
+
+
+@planted("lmrl.mismatch.correction_weights", WEIGHTS)
+@planted("lmrl.mismatch.correction_weights",
+         "test_claims_14.py::test_claim_14_6_the_ratio_of_completions_has_mean_1_and_corrects_exactly",
+         size=(3, 3, 0, 0), distance=0.1)  # fmt: skip
+def the_weight_of_a_completion_is_the_mean_of_its_tokens(correction_weights):
+    return edited(correction_weights, "gap.sum(-1, keepdim=True)", "gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)")  # fmt: skip
+
+
+@planted("lmrl.mismatch.correction_weights", WEIGHTS)
+def the_gap_is_not_exponentiated(correction_weights):
+    return edited(correction_weights, "gap.exp()", "1 + gap")
+
+
+@planted(
+    "lmrl.mismatch.correction_weights",
+    "test_mismatch.py::test_a_ratio_at_the_cap_stays_and_padding_weighs_1",
+    mode="sequence_mask",
+)
+def padding_gets_the_weight_of_its_row(correction_weights):
+    return edited(correction_weights, "torch.where(mask, bound(gap.exp(), cap), 1.0)", "bound(gap.exp(), cap).expand(mask.shape)")  # fmt: skip
+
+
+def with_bound(modes, kind, bound):
+    return {name: (level, bound if name.endswith(kind) else known) for name, (level, known) in modes.items()}
+
+
+@planted("lmrl.mismatch.CORRECTION_MODES", WEIGHTS)
+def weights_raised_to_the_cap(modes):
+    return with_bound(modes, "truncate", lambda ratio, cap: ratio.clamp(min=cap))
+
+
+@planted("lmrl.mismatch.CORRECTION_MODES", WEIGHTS)
+def masked_below_the_cap(modes):
+    return with_bound(modes, "mask", lambda ratio, cap: torch.where(ratio < cap, 0.0, ratio))
+
+
+@planted("lmrl.mismatch.CORRECTION_MODES", WEIGHTS)
+def masked_weights_become_1(modes):
+    return with_bound(modes, "mask", lambda ratio, cap: torch.where(ratio > cap, 1.0, ratio))
+
+
+@planted(
+    "lmrl.mismatch.CORRECTION_MODES",
+    "test_mismatch.py::test_a_ratio_at_the_cap_stays_and_padding_weighs_1",
+    mode="token_mask",
+)
+def masked_at_the_cap(modes):
+    return with_bound(modes, "mask", lambda ratio, cap: torch.where(ratio >= cap, 0.0, ratio))
+
+
+@planted("lmrl.mismatch.CORRECTION_MODES", WEIGHTS)
+@planted("lmrl.mismatch.CORRECTION_MODES",
+         "test_claims_14.py::test_claim_14_6_the_cap_trades_bias_for_variance", size=(3, 3, 0, 0))  # fmt: skip
+def masking_truncates(modes):
+    return with_bound(modes, "mask", modes["token_truncate"][1])
+
+
+@planted("lmrl.mismatch.mismatch_metrics", METRICS)
+@planted("lmrl.mismatch.mismatch_metrics",
+         "test_mismatch.py::test_pitfall_2_the_arithmetic_mean_is_blind_and_the_geometric_one_is_not", seed=0)  # fmt: skip
+def the_arithmetic_mean_reported_as_geometric(mismatch_metrics):
+    return edited(mismatch_metrics, "tokens.mean().exp()", "tokens.exp().mean()")
+
+
+@planted("lmrl.mismatch.mismatch_metrics", METRICS)
+def the_largest_gap_with_its_sign(mismatch_metrics):
+    return edited(mismatch_metrics, "tokens.abs().max()", "tokens.max()")
+
+
+@planted("lmrl.mismatch.mismatch_metrics", METRICS)
+def the_mean_gap_cancels(mismatch_metrics):
+    return edited(mismatch_metrics, "tokens.abs().mean()", "tokens.mean().abs()")
+
+
+@planted("lmrl.mismatch.mismatch_metrics", METRICS)
+def the_sample_size_of_tokens(mismatch_metrics):
+    return edited(mismatch_metrics, "gap.sum(-1)[mask.any(-1)]", "gap[mask]")
+
+
+@planted("lmrl.mismatch.mismatch_metrics", "test_mismatch.py::test_a_row_without_tokens_is_no_completion")
+def rows_without_tokens_counted(mismatch_metrics):
+    return edited(mismatch_metrics, "gap.sum(-1)[mask.any(-1)]", "gap.sum(-1)")
+
+
+@planted("lmrl.mismatch.mismatch_alarm", "test_mismatch.py::test_the_alarm_hangs_on_the_geometric_mean", ratio=0.89, alarms=True)  # fmt: skip
+@planted("lmrl.mismatch.mismatch_alarm", "test_mismatch.py::test_pitfall_2_the_arithmetic_mean_is_blind_and_the_geometric_one_is_not", seed=0)  # fmt: skip
+def the_alarm_hangs_on_the_arithmetic_mean(mismatch_alarm):
+    return edited(mismatch_alarm, "mismatch/ratio_geometric", "mismatch/ratio_arithmetic")
+
+
+@planted("lmrl.mismatch.mismatch_alarm", "test_mismatch.py::test_the_alarm_hangs_on_the_geometric_mean", ratio=float("nan"), alarms=True)  # fmt: skip
+def a_nan_raises_no_alarm(mismatch_alarm):
+    return edited(mismatch_alarm, "if low <= ratio <= high:", "if not (ratio < low or ratio > high):")
