@@ -876,6 +876,14 @@ assert abs(bend["none", 2]) < 1e-10 and abs(bend["none", 4]) < 1e-10
 
 
 # %% tags=["export:figures"]
+def spread_labels(heights: list[float], gap: float) -> list[float]:
+    """The heights moved up just so far that any two are `gap` apart."""
+    moved, last = list(heights), -math.inf
+    for i in sorted(range(len(heights)), key=heights.__getitem__):
+        moved[i] = last = max(heights[i], last + gap)
+    return moved
+
+
 def recipe_map(rows, rates: Tensor, weights: dict[str, Tensor], p: float) -> Figure:
     """Left: each recipe's angle to ∇J against its noise. Right: what a prompt counts against its pass rate."""
     fig, (left, right) = new_figure(1, 2, height=3.4, width_ratios=[1.25, 1])
@@ -1590,14 +1598,6 @@ def kl_paths(beta: float, steps: int = 120) -> Tensor:
         (gradient,) = torch.autograd.grad((logprobs.exp() * rewards).sum() - beta * paid, logits)
         logits = logits + gradient
     return torch.stack(path)
-
-
-def spread_labels(heights: list[float], gap: float) -> list[float]:
-    """The heights moved up just so far that any two are `gap` apart."""
-    moved, last = list(heights), -math.inf
-    for i in sorted(range(len(heights)), key=heights.__getitem__):
-        moved[i] = last = max(heights[i], last + gap)
-    return moved
 
 
 def kl_placements(beta: float, table: dict[str, tuple[float, float]]) -> Figure:

@@ -15,11 +15,11 @@ from lmrl.recipes import entropy_slope, prompt_weight, soft_overlong_punishment
 from lmrl.trust_region import entropy, kl_exact, kl_k1, kl_k2, kl_k3
 
 __all__ = [
+    "spread_labels",
     "recipe_map",
     "noise_of_baselines",
     "PENALTIES",
     "kl_paths",
-    "spread_labels",
     "kl_placements",
     "stop_push",
     "length_drift",
@@ -30,6 +30,14 @@ __all__ = [
     "held_share",
     "granularity",
 ]
+
+
+def spread_labels(heights: list[float], gap: float) -> list[float]:
+    """The heights moved up just so far that any two are `gap` apart."""
+    moved, last = list(heights), -math.inf
+    for i in sorted(range(len(heights)), key=heights.__getitem__):
+        moved[i] = last = max(heights[i], last + gap)
+    return moved
 
 
 def recipe_map(rows, rates: Tensor, weights: dict[str, Tensor], p: float) -> Figure:
@@ -97,14 +105,6 @@ def kl_paths(beta: float, steps: int = 120) -> Tensor:
         (gradient,) = torch.autograd.grad((logprobs.exp() * rewards).sum() - beta * paid, logits)
         logits = logits + gradient
     return torch.stack(path)
-
-
-def spread_labels(heights: list[float], gap: float) -> list[float]:
-    """The heights moved up just so far that any two are `gap` apart."""
-    moved, last = list(heights), -math.inf
-    for i in sorted(range(len(heights)), key=heights.__getitem__):
-        moved[i] = last = max(heights[i], last + gap)
-    return moved
 
 
 def kl_placements(beta: float, table: dict[str, tuple[float, float]]) -> Figure:
