@@ -130,7 +130,9 @@ class Rollouts:
                 raise ValueError(f"Rollouts: {name} has shape {shapes}; per-token fields are [B, T]")
         for name in self.known().keys() & {"truncated", "group", "rewards", "graded"}:
             if getattr(self, name).shape != (len(self),):
-                raise ValueError(f"Rollouts: {name} has shape {tuple(getattr(self, name).shape)}, expected ({len(self)},)")
+                raise ValueError(
+                    f"Rollouts: {name} has shape {tuple(getattr(self, name).shape)}, expected ({len(self)},)"
+                )
         if self.prompt_mask.shape != self.prompt_ids.shape or len(self.prompt_ids) != len(self):
             shapes = f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_mask.shape)}"
             raise ValueError(f"Rollouts: prompt_ids and prompt_mask have shapes {shapes}, expected [{len(self)}, P]")
@@ -1208,7 +1210,9 @@ def check_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, temperature=1.
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, the vocabulary has {len(weight)} tokens")
     if not temperature > 0 or (softcap is not None and not softcap > 0):
-        raise ValueError(f"temperature is {temperature}, softcap {softcap}; choose them above 0 (softcap None is no cap)")
+        raise ValueError(
+            f"temperature is {temperature}, softcap {softcap}; choose them above 0 (softcap None is no cap)"
+        )
     if targets.dtype != torch.int64:
         raise ValueError(f"targets are {targets.dtype}, expected int64")
     if len(targets) and not (targets.min() >= 0 and targets.max() < len(weight)):
