@@ -61,6 +61,7 @@ __all__ = [
     "finish",
     "sampled_values",
     "loss_mask",
+    "adjust_advantages",
     "token_budget",
     "in_pieces",
     "score",
@@ -204,6 +205,22 @@ def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
     """Bool ``[B, T]``: the tokens that enter the loss (section 16)."""
     rows = rollouts.graded & ~(rollouts.truncated & mask_truncated_completions)
     return rollouts.mask & rows[:, None]
+
+
+def adjust_advantages(rollouts: Rollouts, entropy: Tensor | None, config: TrainConfig) -> Rollouts:
+    """The rollouts with advantages for the tokens of high ``entropy`` ``[B, T]`` alone, times the correction (section 14).
+
+    Both only if their settings ask for it; the correction needs ``old_logprobs``.
+    """
+    advantages = rollouts.advantages
+    if config.top_entropy_quantile < 1:
+        mask = loss_mask(rollouts, config.mask_truncated_completions)
+        advantages = advantages * top_entropy(entropy, mask, config.top_entropy_quantile)
+    if config.vllm_importance_sampling_correction:
+        pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
+        mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
+        advantages = advantages * correction_weights(*pair, mode, cap)
+    return replace(rollouts, advantages=advantages)
 
 
 def token_budget(rollouts: Rollouts, config: TrainConfig) -> int:
@@ -485,7 +502,7 @@ class Trainer:
 
     def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
         """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
-        config, budget, values = self.config, token_budget(rollouts, self.config), ()
+        config, budget, values, entropy = self.config, token_budget(rollouts, self.config), (), None
         with watch.phase("update"):
             if config.beta != 0.0 and config.kl_estimator != "exact":
                 logprobs, _ = score(self.reference, rollouts, config.temperature, budget)
@@ -501,16 +518,7 @@ class Trainer:
                 seed = self.next_sampling_seed()
                 values = (sampled_values(rollouts, self.sampler, grade_endings, config, seed),)
         estimate = token_advantages if values else completion_advantages
-        rollouts = estimate(rollouts, config, *values)
-        if config.top_entropy_quantile < 1:
-            mask = loss_mask(rollouts, config.mask_truncated_completions)
-            chosen = top_entropy(entropy, mask, config.top_entropy_quantile)
-            rollouts = replace(rollouts, advantages=rollouts.advantages * chosen)
-        if config.vllm_importance_sampling_correction:
-            pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
-            mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
-            rollouts = replace(rollouts, advantages=rollouts.advantages * correction_weights(*pair, mode, cap))
-        return rollouts
+        return adjust_advantages(estimate(rollouts, config, *values), entropy, config)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""

@@ -469,6 +469,28 @@ def loss_mask(rollouts: Rollouts, mask_truncated_completions: bool) -> Tensor:
 
 
 # %% [markdown]
+# Two settings change the advantages of single tokens and not the mask, so that the tokens stay in the denominator and under
+# a KL penalty: only the tokens of the highest entropy learn (14.7), and the sampler's error is weighed out (14.6).
+
+
+# %% tags=["export"]
+def adjust_advantages(rollouts: Rollouts, entropy: Tensor | None, config: TrainConfig) -> Rollouts:
+    """The rollouts with advantages for the tokens of high ``entropy`` ``[B, T]`` alone, times the correction (section 14).
+
+    Both only if their settings ask for it; the correction needs ``old_logprobs``.
+    """
+    advantages = rollouts.advantages
+    if config.top_entropy_quantile < 1:
+        mask = loss_mask(rollouts, config.mask_truncated_completions)
+        advantages = advantages * top_entropy(entropy, mask, config.top_entropy_quantile)
+    if config.vllm_importance_sampling_correction:
+        pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
+        mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
+        advantages = advantages * correction_weights(*pair, mode, cap)
+    return replace(rollouts, advantages=advantages)
+
+
+# %% [markdown]
 # ## From advantages to a step
 #
 # **How much fits through the model at once?** Not a number of rows but an area, padding included: section 11 cuts by it.
@@ -775,7 +797,7 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 # spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `gather` is the
 # stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if no
 # group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside the
-# rewards; what leaves tokens out or weighs them, their entropy (14.7) or the sampler's error (14.6), acts on the advantages.
+# rewards.
 # `update` is the inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times
 # over the same batch. A critic has an optimiser of its own and learns from the same pieces.
 
@@ -869,7 +891,7 @@ class Trainer:
 
     def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
         """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
-        config, budget, values = self.config, token_budget(rollouts, self.config), ()
+        config, budget, values, entropy = self.config, token_budget(rollouts, self.config), (), None
         with watch.phase("update"):
             if config.beta != 0.0 and config.kl_estimator != "exact":
                 logprobs, _ = score(self.reference, rollouts, config.temperature, budget)
@@ -885,16 +907,7 @@ class Trainer:
                 seed = self.next_sampling_seed()
                 values = (sampled_values(rollouts, self.sampler, grade_endings, config, seed),)
         estimate = token_advantages if values else completion_advantages
-        rollouts = estimate(rollouts, config, *values)
-        if config.top_entropy_quantile < 1:
-            mask = loss_mask(rollouts, config.mask_truncated_completions)
-            chosen = top_entropy(entropy, mask, config.top_entropy_quantile)
-            rollouts = replace(rollouts, advantages=rollouts.advantages * chosen)
-        if config.vllm_importance_sampling_correction:
-            pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
-            mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
-            rollouts = replace(rollouts, advantages=rollouts.advantages * correction_weights(*pair, mode, cap))
-        return rollouts
+        return adjust_advantages(estimate(rollouts, config, *values), entropy, config)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""

@@ -1254,10 +1254,10 @@ def entropy_punished(weighted_loss):
 
 
 @planted(
-    "lmrl.trainer.Trainer.prepare", "test_trainer_recipes.py::test_only_tokens_of_high_entropy_keep_their_advantage"
+    "lmrl.trainer.adjust_advantages", "test_trainer_recipes.py::test_only_tokens_of_high_entropy_keep_their_advantage"
 )
-def tokens_of_low_entropy_trained(prepare):
-    return edited(prepare, "rollouts.advantages * chosen", "rollouts.advantages * ~chosen")
+def tokens_of_low_entropy_trained(adjust_advantages):
+    return edited(adjust_advantages, "top_entropy(entropy,", "top_entropy(-entropy,")
 
 
 @planted("lmrl.trainer.Trainer.gather",
@@ -1273,12 +1273,12 @@ def the_critic_skips_rows_without_advantage(rows_with_gradient):
 
 
 @planted(
-    "lmrl.trainer.Trainer.prepare",
+    "lmrl.trainer.adjust_advantages",
     "test_trainer_recipes.py::test_the_correction_weighs_the_advantages",
     mode="token_mask",
 )
-def the_correction_upside_down(prepare):
-    return edited(prepare, "rollouts.old_logprobs, rollouts.sampler_logprobs", "rollouts.sampler_logprobs, rollouts.old_logprobs")  # fmt: skip
+def the_correction_upside_down(adjust_advantages):
+    return edited(adjust_advantages, "rollouts.old_logprobs, rollouts.sampler_logprobs", "rollouts.sampler_logprobs, rollouts.old_logprobs")  # fmt: skip
 
 
 # --- the mismatch between sampler and trainer -------------------------------------------------------------------------
