@@ -90,7 +90,11 @@ def run_all_and_save(page, saved):
         page.keyboard.press("Control+s")
         if not saved.exists():
             return False
-        cells = [cell for cell in nbformat.read(saved, as_version=4).cells if cell.cell_type == "code" and cell.source]
+        try:
+            notebook = nbformat.read(saved, as_version=4)
+        except ValueError:  # Lab is writing it
+            return False
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source]
         failed = [cell for cell in cells for output in cell.outputs if output.output_type == "error"]
         return failed or all(cell.execution_count for cell in cells)
 
