@@ -29,6 +29,7 @@
 # %%
 import ast
 import contextlib
+import copy
 import difflib
 import hashlib
 import importlib.util
@@ -53,24 +54,40 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+import ipywidgets as widgets
 import numpy as np
 import torch
 import transformers
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn.functional import log_softmax, softplus
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lmrl.baselines import group_advantages
-from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.figures.style import COLORS, explore, new_figure, show
+from lmrl.models import disable_dropout, find_device, load_reward_model, load_tokenizer
 from lmrl.policy import (
     addition_problems,
     addition_reward,
     completion_texts,
     is_number,
     pad_left,
+    pad_right,
+    pass_rate,
     sample,
+    token_logprobs,
     warm_start_folder,
 )
+from lmrl.tree import (
+    TabularPolicy,
+    enumerate_tree,
+    flat_gradient,
+    leaf_logprobs,
+    leaf_probabilities,
+    row_gradients,
+)
+from lmrl.trust_region import kl_exact, log_ratio
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -1560,6 +1577,821 @@ longer = replace(task, train=[*task.train, Example("1" * 30 + "+1=", {"answer": 
 assert drop_long_prompts(longer, tokenizer, max_prompt_length=7) == (task, 1)
 
 # %% [markdown]
-# **What is still missing.** Where no program can judge, the reward must be learned from comparisons, and then it can be
-# gamed: the reward model, what optimising it too hard does, and doing without it (DPO) are the rest of this section, in a
-# later issue. The parts of a trainer are now all here, and section 16 puts them together.
+# ## When nobody can write the reward down
+#
+# "Is this a good answer?" has no program. What people can do is choose: shown two answers to one prompt, they say which is
+# better, and not always the same. The usual model of such choices (Bradley and Terry, 1952) gives each answer $y$ a number
+# $R(y)$, and the first of two is preferred with probability
+#
+# $$P(y_1 \succ y_2) = \sigma\big(R(y_1) - R(y_2)\big), \qquad \sigma(u) = \frac{1}{1 + e^{-u}} .$$
+#
+# A **reward model** is a function $\hat R$ with parameters, fitted by maximum likelihood. For a chosen answer $y_w$ and a
+# rejected one $y_l$ it pays
+#
+# $$\ell = -\log \sigma\big(\hat R(y_w) - \hat R(y_l)\big) .$$
+
+
+# %% tags=["export:reward_model"]
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-log σ(chosen - rejected) for each comparison: scores, two ``[N]`` → ``[N]``, at least float32 (section 15).
+
+    Raises ValueError if the shapes differ. Bradley and Terry, 1952; Christiano et al., 2017.
+    """
+    if chosen.shape != rejected.shape:
+        shapes = f"{list(chosen.shape)} and {list(rejected.shape)}"
+        raise ValueError(f"the scores of chosen and rejected answers have the shapes {shapes}; give pairs")
+    dtype = torch.promote_types(torch.promote_types(chosen.dtype, rejected.dtype), torch.float32)
+    return softplus(rejected.to(dtype) - chosen.to(dtype))
+
+
+# %% [markdown]
+# Only differences occur. If $\hat R$ fits, so does $\hat R + c$: the level of a reward, one constant per prompt, is not in the
+# data. For training that does not matter, because a baseline removes it (section 6).
+#
+# **Claim 15.1.** Apart from that constant, the comparisons determine the reward. Take all 27 answers of a small tree, a
+# known $R$ for each, and for every pair the probability with which it is won. Then $\hat R$ is a table of 27 numbers, the
+# loss is convex in them, and Newton's method finds the minimum: its gradient for answer $i$ is the number of wins that it
+# expects minus the number that it has.
+
+
+# %% tags=["export:reward_model"]
+def bradley_terry_scores(wins: Tensor, ridge: float = 0.0, steps: int = 100) -> Tensor:
+    """The most likely score of each of N answers, ``[N]`` float64 with mean 0 (section 15).
+
+    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the squared scores is
+    added to the loss. Raises ValueError when Newton's method does not arrive: without a ridge there is no minimum if
+    some answers won all of their comparisons with the others.
+    """
+    wins = wins.double().fill_diagonal_(0)
+    scores = torch.zeros(len(wins), dtype=torch.float64)
+    for _ in range(steps):
+        expected = (wins + wins.T) * (scores[:, None] - scores).sigmoid()
+        gradient = (expected - wins).sum(1) + ridge * scores
+        if gradient.abs().max() < 1e-12 * (1 + wins.sum()):
+            return scores - scores.mean()
+        slopes = expected * (scores - scores[:, None]).sigmoid()
+        hessian = torch.diag(slopes.sum(1) + ridge) - slopes
+        step = torch.linalg.pinv(hessian, hermitian=True) @ gradient
+        scores = scores - step * (2 / step.abs().max()).clamp(max=1)  # not so far that the sigmoids saturate
+    raise ValueError(
+        f"no scores after {steps} steps: some answers won or lost every comparison; compare more, or give a ridge"
+    )
+
+
+# %%
+answers_tree = enumerate_tree(TabularPolicy(vocab_size=3, max_length=3, seed=0), max_length=3)
+true_rewards = 2 * (answers_tree.ids == 1).sum(-1).double() - 0.5 * answers_tree.ids[:, -1]
+won = (true_rewards[:, None] - true_rewards).sigmoid()
+recovered = bradley_terry_scores(won)
+offset = true_rewards - recovered
+print(f"{len(recovered)} answers: R minus the fit is {offset.mean():.6f} for each, up to {offset.std():.0e}")
+assert (offset - offset.mean()).abs().max() < 1e-10
+
+fit = recovered.clone().requires_grad_()
+loss = (won * bradley_terry_loss(fit[:, None].expand(27, 27), fit.expand(27, 27))).sum()
+(slope,) = torch.autograd.grad(loss, fit, create_graph=True)
+hessian = torch.stack([torch.autograd.grad(component, fit, retain_graph=True)[0] for component in slope])
+eigenvalues = torch.linalg.eigvalsh(hessian)
+assert slope.abs().max() < 1e-10
+assert eigenvalues[0].abs() < 1e-10 < 0.1 < eigenvalues[1]  # one flat direction: the constant
+
+# %% [markdown]
+# That was with every pair compared infinitely often. In truth there are some thousand comparisons, of answers that the
+# reference policy wrote. What it rarely writes is rarely compared, and what is rarely compared is rarely known. Here the
+# comparisons are drawn: two answers from the policy, the winner by Bradley–Terry. A small ridge keeps the answers that
+# were never compared at zero.
+
+
+# %% tags=["export:figures"]
+def fit_to_comparisons(count: int, probabilities: torch.Tensor, rewards: torch.Tensor, seed: int = 0) -> Figure:
+    """Scores fitted to ``count`` comparisons of answers drawn with ``probabilities`` [N], against their rewards [N]."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.multinomial(probabilities, 2 * count, replacement=True, generator=generator).view(2, count)
+    first_wins = torch.rand(count, generator=generator) < (rewards[pairs[0]] - rewards[pairs[1]]).sigmoid()
+    chosen, rejected = torch.where(first_wins, pairs, pairs.flip(0))
+    wins = torch.zeros(len(rewards), len(rewards), dtype=torch.float64)
+    wins.index_put_((chosen, rejected), torch.ones(count, dtype=torch.float64), accumulate=True)
+    scores = bradley_terry_scores(wins, ridge=0.05)
+    shift = (probabilities * (rewards - scores)).sum()
+    seen = (wins + wins.T).sum(1)
+    fig, ax = new_figure(height=3.4)
+    ax.axline((0, 0), slope=1, color=COLORS["reference"], linewidth=1)
+    ax.scatter(rewards, scores + shift, s=8 + 500 * probabilities, color=COLORS["reward"], alpha=0.55, linewidths=0)
+    never = seen == 0
+    ax.scatter(rewards[never], (scores + shift)[never], s=30, marker="x", color=COLORS["error"])
+    ax.set(xlabel="true reward", ylabel="fitted reward", xlim=(-1.6, 6.6), ylim=(-4.5, 7.5))
+    ax.text(5.2, 6.0, "fitted = true", color=COLORS["reference"], ha="right")
+    ax.text(-1.4, 6.6, f"{count} comparisons, {int(never.sum())} answers never compared (crosses)", color="black")
+    ax.text(6.5, -4.1, "area: probability under the reference", color=COLORS["reward"], ha="right")
+    fig.set_layout_engine(None)
+    fig.subplots_adjust(left=0.09, right=0.98, bottom=0.15, top=0.97)
+    return fig
+
+
+# %%
+reference = leaf_probabilities(answers_tree).detach()
+show(
+    fit_to_comparisons(1000, reference, true_rewards),
+    caption="What the reference often writes is judged well; the small dots, which it hardly writes, lie where they please.",
+    alt="Fitted against true rewards of 27 answers after 1000 comparisons. Large dots lie on the diagonal; small ones scatter "
+    "up to two units around it.",
+)
+
+# %% [markdown]
+# Drag the number of comparisons: from 30 to 3,000 the large dots settle on the line, and the small ones go on jumping when
+# the people are drawn anew.
+
+# %%
+explore(
+    lambda count, seed: fit_to_comparisons(count, reference, true_rewards, seed),
+    count=widgets.SelectionSlider(options=[30, 100, 300, 1000, 3000, 10000], value=1000, description="comparisons"),
+    seed=widgets.IntSlider(value=0, min=0, max=9, description="draw of the people"),
+)
+
+# %% [markdown]
+# ## A reward model that is a network
+#
+# In practice $\hat R$ is a language model with a head of one output instead of a vocabulary, started from the policy's
+# weights. It reads prompt and answer, and its score is the head's output at the last token.
+
+
+# %% tags=["export:reward_model"]
+def build_reward_model(policy, tokenizer):
+    """A sequence classifier with one label on a copy of ``policy``'s trunk, its head at zero, in eval mode (section 15).
+
+    Saved with ``save_pretrained``, beside the tokenizer, it is a folder for `load_reward_model` and `ModelReward`.
+    Raises ValueError if transformers has no sequence classifier of this architecture.
+    """
+    config = copy.deepcopy(policy.config)
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
+    model.base_model.load_state_dict(policy.base_model.state_dict())
+    torch.nn.init.zeros_(model.score.weight)
+    return disable_dropout(model).to(policy.device)
+
+
+def reward_inputs(tokenizer, prompts: list, completions: list[str]) -> tuple[Tensor, Tensor]:
+    """Prompt, completion and end of sequence as ids int64 and mask bool ``[B, L]``, padded on the right (section 15)."""
+    rows = [
+        [
+            *encode_prompt(tokenizer, prompt),
+            *tokenizer(text, add_special_tokens=False).input_ids,
+            tokenizer.eos_token_id,
+        ]
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    return pad_right(rows, tokenizer.pad_token_id)
+
+
+def reward_scores(model, ids: Tensor, mask: Tensor) -> Tensor:
+    """Scores float ``[B]`` of the texts ``ids`` ``[B, L]``, differentiable (section 15)."""
+    return model(input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), use_cache=False).logits[
+        :, 0
+    ]
+
+
+class ModelReward:
+    """A reward function: the score that the reward model in ``folder`` gives to prompt and completion (section 15).
+
+    The folder holds a sequence classifier with one label and its tokenizer, which need not be the policy's. ``batch_size``
+    texts are scored at a time. Raises as `load_tokenizer` and `load_reward_model` (section 12).
+    """
+
+    __name__ = "model_reward"
+
+    def __init__(self, folder: str | Path, *, dtype="float32", device="auto", batch_size: int = 64):
+        self.tokenizer, self.batch_size = load_tokenizer(folder), batch_size
+        self.model = load_reward_model(folder, self.tokenizer, dtype=dtype, device=find_device(device))
+
+    @torch.no_grad()
+    def __call__(self, prompts, completions, **columns):
+        scores = []
+        for start in range(0, len(completions), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            scores += reward_scores(
+                self.model, *reward_inputs(self.tokenizer, prompts[part], completions[part])
+            ).tolist()
+        return scores
+
+
+# %% [markdown]
+# Small and real. Section 1's policy writes two answers to each of some additions, at temperature 1.5, so that they differ. The
+# people who compare them have a taste that can be written down, so that we can look behind the reward model: they like large
+# digits, $R$ is 4 times the mean digit divided by 9, and what is not a number of one to three digits is worth 0 to them. They
+# choose by Bradley–Terry. Six reward models are trained on 100 choices each, and one on 1,000.
+
+
+# %% tags=["demo"]
+def write_answers(problems, count, seed):
+    """``count`` answers of section 1's policy to each problem: prompts and texts, as long as each other."""
+    prompts = [problem.prompt for problem in problems for _ in range(count)]
+    options = {"max_new_tokens": 4, "stop_ids": [tokenizer.eos_token_id], "temperature": 1.5}
+    generator = torch.Generator().manual_seed(seed)
+    inputs = pad_left([tokenizer(prompt).input_ids for prompt in prompts], tokenizer.pad_token_id)
+    drawn = sample(model, *inputs, generator=generator, **options)
+    return prompts, completion_texts(tokenizer, drawn.ids, drawn.lengths, drawn.truncated)
+
+
+def taste(texts):
+    """What the people think of each text."""
+    numbers = [is_number(text) and len(text) <= 3 for text in texts]
+    return torch.tensor([4 * sum(map(int, t)) / len(t) / 9 if good else 0.0 for t, good in zip(texts, numbers)])
+
+
+def train_reward_model(comparisons, steps, seed, batch=64):
+    generator = torch.Generator().manual_seed(seed)
+    asked = [train[i] for i in torch.randint(len(train), (comparisons,), generator=generator)]
+    prompts, texts = write_answers(asked, 2, seed=seed)
+    ids, mask = (x.view(comparisons, 2, -1) for x in reward_inputs(tokenizer, prompts, texts))
+    worth = taste(texts).view(comparisons, 2)
+    winner = (torch.rand(comparisons, generator=generator) < (worth[:, 1] - worth[:, 0]).sigmoid()).long()
+    order = torch.stack([winner, 1 - winner])  # chosen, rejected
+    judge = build_reward_model(model, tokenizer)
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3, weight_decay=0.0)
+    for _ in range(steps):
+        rows = torch.randint(comparisons, (batch,), generator=generator)
+        pairs = rows.expand(2, batch).flatten(), order[:, rows].flatten()
+        loss = bradley_terry_loss(*reward_scores(judge, ids[pairs], mask[pairs]).chunk(2)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return judge
+
+
+# %%
+prompts, texts = write_answers(heldout[:100], 64, seed=2)
+inputs, worth, judged = reward_inputs(tokenizer, prompts, texts), taste(texts).view(-1, 64), []
+for comparisons, steps, seed in [*((100, 40, seed) for seed in range(6)), (1000, 60, 0)]:
+    judge = train_reward_model(comparisons, steps, seed)
+    with torch.no_grad():
+        judged.append(reward_scores(judge, *inputs).view(-1, 64))
+    apart, worth_apart = (x - x.mean(1, keepdim=True) for x in (judged[-1], worth))
+    agreement = (apart * worth_apart).sum() / (apart.norm() * worth_apart.norm())
+    print(
+        f"{comparisons:4} comparisons: correlation with the taste, among answers to one held-out prompt, {agreement:.2f}"
+    )
+assert agreement > 0.5
+
+# %% [markdown]
+# They have understood something. Is that enough to improve the policy?
+#
+# ## Optimising what was learned
+#
+# The simplest optimiser needs no gradient: write $n$ answers and keep the one that the reward model likes best
+# (**best of $n$**). How far that is from the reference is known: $\mathrm{KL} \le \log n - (n-1)/n$. With 64 answers to each prompt the
+# mean over all choices of $n$ among them can be computed: sorted by score, the answer of rank $k$ is the best of $n$ in
+# $\binom{k-1}{n-1}$ of the $\binom{64}{n}$ choices.
+
+
+# %% tags=["export:reward_model"]
+def best_of(n: int, scores: Tensor, rewards: Tensor) -> Tensor:
+    """Expected reward of the answer with the highest score among n of K, ``[B]`` float64, for ``[B, K]`` each (section 15).
+
+    The mean over all choices of n among the K answers. Equal scores are ordered by position. Raises ValueError unless 1 ≤ n ≤ K.
+    """
+    count = scores.shape[1]
+    if not 1 <= n <= count:
+        raise ValueError(f"best of {n} among {count} answers; choose n from 1 to {count}")
+    weights = [math.comb(rank, n - 1) / math.comb(count, n) for rank in range(count)]
+    ordered = rewards.double().gather(1, scores.sort(dim=1, stable=True).indices)
+    return ordered @ torch.tensor(weights, dtype=torch.float64)
+
+
+# %% tags=["export:figures"]
+def best_of_n(weak: list[torch.Tensor], strong: torch.Tensor, rewards: torch.Tensor) -> Figure:
+    """Mean reward of the best of n by several weak judges, a strong one and the rewards themselves; all [B, K]."""
+    fig, ax = new_figure(height=3.2)
+    sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= rewards.shape[1]]
+    kl = [math.log(n) - (n - 1) / n for n in sizes]
+    styles = [("error", "-", 1)] * len(weak) + [("error", "--", 2), ("reward", "-", 2)]
+    means = [[best_of(n, scores, rewards).mean() for n in sizes] for scores in (*weak, strong, rewards)]
+    for values, (color, line, width) in zip(means, styles, strict=True):
+        ax.plot(kl, values, line, color=COLORS[color], linewidth=width)
+    for values, label in zip(means[-2:], ("1,000 choices", "the people")):
+        ax.annotate(label, (kl[-1], values[-1]), xytext=(4, -4), textcoords="offset points")
+    lowest = min(range(len(weak)), key=lambda row: means[row][-1])
+    ax.annotate("100 choices each", (kl[-1], means[lowest][-1]), xytext=(4, -4), textcoords="offset points")
+    ax.axhline(rewards.mean(), color=COLORS["reference"], linewidth=0.8)
+    ax.text(0.02, rewards.mean() - 0.06, "reference policy", color=COLORS["reference"])
+    ax.set(xlabel="KL from the reference (nats), n = 1 to 64", ylabel="what people think of it", xlim=(0, 4.1))
+    return fig
+
+
+# %%
+show(
+    best_of_n(judged[:-1], judged[-1], worth),
+    caption="Best of n, chosen by whom? Each reward model helps at first; most of those with few data turn, at different n.",
+    alt="What people think of the best of n against KL. Chosen by themselves it rises from 1.7 to 2.6, by the reward model of 1,000 "
+    "choices almost as high. The six of 100 choices rise by 0.1 to 0.5, and four of them fall again.",
+)
+curves = torch.tensor(
+    [[best_of(n, scores, worth).mean().item() for n in (1, 2, 4, 8, 16, 32, 64)] for scores in judged]
+)
+turned = curves[:-1, -1] < curves[:-1].amax(1) - 0.01
+print(f"best of 64: {worth.amax(1).mean():.2f} by the people, {curves[-1, -1]:.2f} by 1,000 choices, ", end="")
+print(f"{curves[:-1, -1].mean():.2f} by 100; {turned.sum()} of 6 are past their best; reference {curves[0, 0]:.2f}")
+assert (
+    turned.sum() >= 2 and curves[:-1, -1].mean() < curves[-1, -1] - 0.1 and (curves[:-1].amax(1) > curves[0, 0]).all()
+)
+
+# %% [markdown]
+# A reward model is right on average and wrong somewhere, and choosing the best of many is a search for where it is wrong: odd
+# answers, which it has hardly seen and scores by accident. The highest score goes to the luckiest error. More comparisons move the
+# turn further out; that there is one, for some amount of search, they do not change. This is a second meaning of section 9's
+# limit on the KL. There it kept the gradient estimate honest. Here it keeps the policy where the reward was measured.
+#
+# **Claim 15.2.** The gradual version is exact. Maximising $\mathbb{E}[\hat R] - \beta\,\mathrm{KL}(\pi \| \pi_{\text{ref}})$ has the
+# solution
+#
+# $$\pi_\beta(y) = \frac{1}{Z}\,\pi_{\text{ref}}(y)\, e^{\hat R(y) / \beta}, \qquad Z = \sum_y \pi_{\text{ref}}(y)\,e^{\hat R(y)/\beta},$$
+#
+# because $\mathbb{E}_\pi[\hat R] - \beta\,\mathrm{KL}(\pi\|\pi_{\text{ref}}) = \beta \log Z - \beta\,\mathrm{KL}(\pi \| \pi_\beta)$, and a KL is
+# zero only between equals. A large $\beta$ stays at the reference; as $\beta \to 0$ only the highest score is left.
+
+
+# %% tags=["export:reward_model"]
+def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float) -> Tensor:
+    """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref): two ``[..., N]`` → ``[..., N]`` (section 15).
+
+    N are all the answers; at least float32. Raises ValueError unless β > 0.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+    dtype = torch.promote_types(torch.promote_types(ref_logprobs.dtype, rewards.dtype), torch.float32)
+    return log_softmax(ref_logprobs.to(dtype) + rewards.to(dtype) / beta, dim=-1)
+
+
+# %%
+ref_logprobs = leaf_logprobs(answers_tree).detach()
+best = tilted_logprobs(ref_logprobs, true_rewards, beta=0.7)
+log_z = (ref_logprobs + true_rewards / 0.7).logsumexp(-1)
+for seed in range(5):
+    other = torch.randn(27, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(-1)
+    value = (other.exp() * true_rewards).sum() - 0.7 * kl_exact(other, ref_logprobs)
+    assert abs(value - 0.7 * (log_z - kl_exact(other, best))) < 1e-10
+
+# %% [markdown]
+# Four answers are enough to see it go wrong. The reference writes them with probabilities .6, .3, .0999 and .0001; they are worth
+# 0, .5, 1 and 0. The reward model is exact for the first three. The fourth, which nobody ever saw, it scores with 1.5.
+
+# %%
+ref = torch.tensor([0.6, 0.3, 0.0999, 0.0001], dtype=torch.float64)
+true = torch.tensor([0.0, 0.5, 1.0, 0.0], dtype=torch.float64)
+learned = torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float64)
+
+
+# %% tags=["export:reward_model"]
+def optimisation_path(ref: Tensor, true: Tensor, learned: Tensor, betas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL to the reference, true and learned mean reward of the tilted policies, each ``[..., K]`` (section 15).
+
+    ``ref``, ``true`` and ``learned`` are ``[..., N]`` over all answers, ``betas`` ``[K]`` the prices of the KL.
+    """
+    ref = ref.log()[..., None, :].expand(*learned.shape[:-1], len(betas), -1)
+    logprobs = (ref + learned[..., None, :] / betas[:, None]).log_softmax(-1)
+    probabilities = logprobs.exp()
+    means = [(probabilities * rewards[..., None, :]).sum(-1) for rewards in (true, learned)]
+    return kl_exact(logprobs, ref), *means
+
+
+# %%
+betas = torch.logspace(2, -2, 2001, dtype=torch.float64)
+kl, true_path, learned_path = optimisation_path(ref, true, learned, betas)
+peak = true_path.argmax()
+at_two = (kl - 1.98).abs().argmin()
+print(f"true reward {(ref * true).sum():.3f} at the reference, {true_path[peak]:.3f} at KL {kl[peak]:.2f}, ", end="")
+print(f"{true_path[at_two]:.3f} at KL 1.98, {true_path[-1]:.3f} at KL {kl[-1]:.2f}")
+assert abs((ref * true).sum() - 0.25) < 1e-4 and abs(true_path[at_two] - 0.926) < 1e-3 and true_path[-1] < 1e-10
+assert (learned_path.diff() > -1e-12).all() and kl[-1] > 9
+
+
+# %% tags=["export:figures"]
+def over_optimisation(ref: torch.Tensor, true: torch.Tensor, learned: torch.Tensor) -> Figure:
+    """Learned and true reward against the KL, along the policies ∝ ref exp(learned/β); three [N]."""
+    kl, true_path, learned_path = optimisation_path(ref, true, learned, torch.logspace(2, -2, 400, dtype=torch.float64))
+    fig, ax = new_figure(height=3.2)
+    ax.plot(kl, learned_path, "--", color=COLORS["error"], linewidth=2)
+    ax.plot(kl, true_path, color=COLORS["reward"], linewidth=2.5)
+    peak = int(true_path.argmax())
+    ax.plot(kl[peak], true_path[peak], "o", color=COLORS["reward"])
+    ax.axhline((ref * true).sum(), color=COLORS["reference"], linewidth=0.8)
+    ax.text(
+        0.995,
+        (ref * true).sum() + 0.03,
+        "reference",
+        color=COLORS["reference"],
+        ha="right",
+        transform=ax.get_yaxis_transform(),
+    )
+    ax.annotate(
+        "what the reward model says",
+        (kl[-1], learned_path[-1]),
+        xytext=(-6, 5),
+        textcoords="offset points",
+        ha="right",
+        color=COLORS["error"],
+    )
+    ax.annotate(
+        f"what it is: best at KL {kl[peak]:.2f}",
+        (kl[peak], true_path[peak]),
+        xytext=(0, -16),
+        textcoords="offset points",
+        color=COLORS["reward"],
+    )
+    ax.set(
+        xlabel="KL from the reference (nats)",
+        ylabel="mean reward",
+        xlim=(0, max(float(kl[-1]), 0.5) * 1.02),
+        ylim=(-0.1, max(1.2, float(learned.max()) + 0.25)),
+    )
+    fig.set_layout_engine(None)
+    fig.subplots_adjust(left=0.09, right=0.98, bottom=0.16, top=0.97)
+    return fig
+
+
+# %%
+show(
+    over_optimisation(ref, true, learned),
+    caption="Up to two nats the learned reward is a good guide. Beyond, every further gain of it is a loss.",
+    alt="Learned and true reward rise together to 0.93 at a KL of two nats. From four nats on the learned reward rises to 1.5 "
+    "and the true one falls to zero.",
+)
+
+# %% [markdown]
+# Move the score of the unseen answer below 1 and the fall is gone; make the answer less likely and it comes later, but it comes. The
+# KL at which the true reward turns is about $-\log \pi_{\text{ref}}$ of the mistake: rarer mistakes allow more optimisation.
+
+
+# %% tags=["demo"]
+def with_mistake(score, exponent):
+    rare = 10.0**exponent
+    reference = torch.tensor([0.6, 0.3, 0.1 - rare, rare], dtype=torch.float64)
+    return over_optimisation(reference, true, torch.tensor([0.0, 0.5, 1.0, score], dtype=torch.float64))
+
+
+# %%
+explore(
+    with_mistake,
+    score=widgets.FloatSlider(value=1.5, min=-0.5, max=2.5, step=0.1, description="score of the worthless answer"),
+    exponent=widgets.FloatSlider(value=-4, min=-8, max=-1.5, step=0.5, description="its probability, power of ten"),
+)
+
+# %% [markdown]
+# Is that what always happens? No. "Optimising a learned reward hard enough makes it worse" is said too generally: in the end the
+# answer with the highest *score* is left, and if that is the best one, nothing falls. With normal errors on all four scores:
+
+# %%
+errors = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+fallen = {}
+for size in (0.3, 0.6, 1.0, 2.0):
+    _, paths, _ = optimisation_path(ref, true, true + size * errors, torch.logspace(2, -3, 60, dtype=torch.float64))
+    fallen[size] = (paths[:, -1] < paths.amax(1) - 0.01).double().mean().item()
+    below = (paths[:, -1] < (ref * true).sum() - 0.01).double().mean()
+    print(
+        f"errors of size {size}: past its best in {fallen[size]:.0%} of the cases, worse than the reference in {below:.0%}"
+    )
+assert 0.26 < fallen[0.6] < 0.34 and fallen[0.3] < 0.2 and fallen[2.0] < 0.6
+
+# %% [markdown]
+# With errors of about half the distance between a good and a bad answer it is about 30 %. With real answers there are not four but
+# thousands of candidates, and the more there are the surer one of them has a large error: that is what the figure before
+# showed.
+#
+# ## Without a reward model
+#
+# The formula for $\pi_\beta$ can be read backwards. Whatever policy we have, it is the optimum for *some* reward:
+#
+# $$R(y) = \beta \log \frac{\pi(y)}{\pi_{\text{ref}}(y)} + \beta \log Z .$$
+#
+# The log-probability of a completion, compared with the reference, *is* a reward model, and the unknown constant $\beta\log Z$
+# drops out of every comparison. So insert it into the Bradley–Terry loss and fit the policy itself to the preferences
+# (**direct preference optimisation**, DPO, Rafailov et al., 2023). No sampling, no advantage, no separate model:
+#
+# $$\ell = -\log\sigma\Big(\beta \log\frac{\pi(y_w)}{\pi_{\text{ref}}(y_w)} - \beta\log\frac{\pi(y_l)}{\pi_{\text{ref}}(y_l)}\Big).$$
+
+
+# %% tags=["export:dpo"]
+def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log π of whole completions: the sum over their tokens, not the mean; ``[B, T]`` each → ``[B]`` (section 15)."""
+    return torch.where(mask, logprobs, 0.0).sum(-1)
+
+
+def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
+    """β (log π - log π_ref) of whole completions: two ``[B]`` → ``[B]``, a reward up to a constant per prompt (section 15).
+
+    Raises ValueError for other shapes, and unless β > 0.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+    return beta * log_ratio(logprobs, ref_logprobs)
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
+    """The loss of each comparison, from log-probs of whole completions: four ``[N]`` → ``[N]`` (section 15).
+
+    The gradient goes to the policy's ``chosen`` and ``rejected``. At least float32. Raises ValueError as `implicit_reward`.
+    Rafailov et al., Direct Preference Optimization, 2023.
+    """
+    return bradley_terry_loss(
+        implicit_reward(chosen, ref_chosen.detach(), beta), implicit_reward(rejected, ref_rejected.detach(), beta)
+    )
+
+
+# %% [markdown]
+# **Claim 15.3.** With Bradley–Terry's probabilities for all pairs of answers, the DPO loss has its minimum at the very policy that
+# reinforcement learning with this reward and this $\beta$ would end at. On the tree: set the logits of every state so that the
+# completions have the probabilities $\pi_\beta$. The gradient must vanish there, and the Hessian must have no negative direction, and none
+# that is flat but the shifts of all the logits of one state, which change nothing.
+
+
+# %% tags=["demo"]
+def logits_for(policy, tree, probabilities):
+    """Logits of a `TabularPolicy` whose completions have these probabilities [L]."""
+    mass, row = torch.zeros_like(policy.logits), torch.zeros(len(tree.ids), dtype=torch.int64)
+    for t in range(tree.ids.shape[1]):
+        here = tree.mask[:, t]
+        mass.index_put_((row[here], tree.ids[here, t]), probabilities[here], accumulate=True)
+        row = row * policy.vocab_size + tree.ids[:, t] + 1
+    return torch.where(mass > 0, mass, 1.0).log()
+
+
+def all_pairs_loss(policy, ref_logprobs, rewards, beta):
+    """The DPO loss over all pairs of leaves, each with the probability that it is won."""
+    leaves, (i, j) = leaf_logprobs(enumerate_tree(policy, 2)), torch.triu_indices(len(rewards), len(rewards), 1)
+    pairs = torch.cat([i, j]), torch.cat([j, i])
+    losses = dpo_loss(*(leaves[side] for side in pairs), *(ref_logprobs[side] for side in pairs), beta)
+    return ((rewards[pairs[0]] - rewards[pairs[1]]).sigmoid() * losses).mean()
+
+
+# %%
+policy, beta = TabularPolicy(vocab_size=3, max_length=2, seed=0), 0.5
+small_tree = enumerate_tree(policy, max_length=2)
+small_ref = leaf_logprobs(small_tree).detach()
+small_rewards = torch.randn(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+before = flat_gradient(all_pairs_loss(policy, small_ref, small_rewards, beta), policy.parameters())
+
+policy.logits.data = logits_for(policy, small_tree, tilted_logprobs(small_ref, small_rewards, beta).exp())
+loss = all_pairs_loss(policy, small_ref, small_rewards, beta)
+(slope,) = torch.autograd.grad(loss, policy.logits, create_graph=True)
+hessian = row_gradients(slope.flatten(), policy.parameters())
+eigenvalues = torch.linalg.eigvalsh(hessian)
+shifts = torch.eye(4, dtype=torch.float64).repeat_interleave(3, 1)  # all logits of one of the four states
+print(f"largest slope {slope.abs().max():.0e}, before {before.abs().max():.2f}; ", end="")
+print("eigenvalues", [f"{value:.4f}" for value in eigenvalues.tolist()])
+assert slope.abs().max() < 1e-12 and before.abs().max() > 0.01
+assert eigenvalues[:4].abs().max() < 1e-12 and eigenvalues[4] > 1e-4 and (hessian @ shifts.T).abs().max() < 1e-12
+
+# %% [markdown]
+# So the answer to the question whether a reward model is needed at all: with all pairs, true preferences and a policy that can be
+# anything, no. Each of the three conditions fails in practice. Here is the arithmetic policy again, with 1,024 pairs of a
+# right and a wrong answer of its own, for two values of $\beta$.
+
+
+# %% tags=["demo"]
+def preference_pairs(count=1024, temperature=1.0):
+    """Problems with a right and a wrong answer that the policy has written to each: three lists."""
+    generator = torch.Generator().manual_seed(3)
+    problems = [train[i] for i in torch.randint(len(train), (3 * count,), generator=generator)]
+    repeated = [problem for problem in problems for _ in range(2)]
+    ids, mask = pad_left([tokenizer(problem.prompt).input_ids for problem in repeated], tokenizer.pad_token_id)
+    drawn = sample(model, ids, mask, max_new_tokens=4, stop_ids=[tokenizer.eos_token_id], generator=generator)
+    texts = completion_texts(tokenizer, drawn.ids, drawn.lengths, drawn.truncated)
+    pairs = [
+        (p, *sorted(two, key=lambda text: text != p.answer)) for p, two in zip(problems, zip(texts[::2], texts[1::2]))
+    ]
+    return [row for row in pairs if row[1] == row[0].answer != row[2]][:count]
+
+
+def answer_logprobs(network, problems, texts):
+    ids = [[*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in texts]
+    completion_ids, mask = pad_right(ids, tokenizer.pad_token_id)
+    prompts = pad_left([tokenizer(problem.prompt).input_ids for problem in problems], tokenizer.pad_token_id)
+    return sequence_logprobs(token_logprobs(network, *prompts, completion_ids), mask)
+
+
+def train_dpo(pairs, beta, learning_rate, steps=60, batch=64):
+    """Log-ratio of chosen and rejected answers at every step [steps, 2], and pass rates before and after."""
+    learner, generator, path = copy.deepcopy(model), torch.Generator().manual_seed(0), []
+    problems, chosen, rejected = zip(*pairs)
+    with torch.no_grad():
+        ref = [answer_logprobs(model, problems, texts) for texts in (chosen, rejected)]
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=learning_rate, weight_decay=0.0)
+    rates = [pass_rate(learner, tokenizer, heldout, generator)]
+    for _ in range(steps):
+        rows = torch.randint(len(pairs), (batch,), generator=generator)
+        now = [
+            answer_logprobs(learner, [problems[i] for i in rows], [texts[i] for i in rows])
+            for texts in (chosen, rejected)
+        ]
+        loss = dpo_loss(*now, *(logprobs[rows] for logprobs in ref), beta).mean()
+        path.append([(a - b[rows]).mean().item() for a, b in zip(now, ref)])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.tensor(path), [*rates, pass_rate(learner, tokenizer, heldout, generator)]
+
+
+# %%
+pairs = preference_pairs()
+runs = {beta: train_dpo(pairs, beta, learning_rate) for beta, learning_rate in ((1.0, 5e-5), (0.1, 2e-4))}
+for beta, (path, rates) in runs.items():
+    chosen_change, rejected_change = path[-10:].mean(0).tolist()
+    print(
+        f"β = {beta}: log π of chosen answers {chosen_change:+.1f}, of rejected ones {rejected_change:+.1f}; ", end=""
+    )
+    print(f"held-out pass rate {rates[0]:.2f} before, {rates[1]:.2f} after")
+assert runs[1.0][1][1] > runs[1.0][1][0] + 0.03 and runs[0.1][1][1] < runs[0.1][1][0] - 0.1
+assert all((path[-10:, 0] > path[-10:, 1]).all() for path, _ in runs.values()) and runs[0.1][0][-10:, 0].mean() < -1
+
+
+# %% tags=["export:figures"]
+def preference_paths(runs: dict[float, torch.Tensor]) -> Figure:
+    """Mean log-ratio of chosen and rejected answers against the step, a panel per β; `runs` maps β to [steps, 2]."""
+    fig, axes = new_figure(1, len(runs), height=3.0, squeeze=False)
+    for ax, (beta, path) in zip(axes[0], runs.items(), strict=True):
+        for column, color, name in ((0, "policy", "chosen"), (1, "error", "rejected")):
+            values = path[:, column]
+            ax.plot(range(1, len(values) + 1), values, color=COLORS[color])
+            ax.annotate(
+                name,
+                (len(values), values[-10:].mean()),
+                xytext=(3, -3),
+                textcoords="offset points",
+                color=COLORS[color],
+            )
+        ax.axhline(0, color=COLORS["reference"], linewidth=0.8)
+        ax.set(title=f"β = {beta}", xlabel="step", xlim=(1, 1.3 * len(path)))
+    axes[0, 0].set_ylabel("log π - log π_ref (nats)")
+    return fig
+
+
+# %%
+show(
+    preference_paths({beta: path for beta, (path, _) in runs.items()}),
+    caption="In both runs chosen answers win against rejected ones. On the right both become rare, and the policy says something else.",
+    alt="Two panels of log-ratios over sixty steps. At β = 1 chosen answers rise slightly and rejected ones fall by one nat. At "
+    "β = 0.1 both fall by many nats, the rejected ones further.",
+)
+
+# %% [markdown]
+# The loss sees only the difference of the two log-ratios. At $\beta = 0.1$ it asks for a difference of tens of nats, and the
+# cheapest way for a network to get it is to make *both* answers rare, and give their probability to texts that nobody has
+# compared. On the tree this cannot happen at the optimum, because there all texts are compared. A reinforcement learner samples
+# what it now says and is told at once. So the second question was not whether the reward model is needed, but whether
+# new samples are.
+#
+# ## Exercises
+#
+# **1. Predict, then run.** The four answers of claim 15.2, with their reference, true and learned rewards. At three prices $\beta$: is
+# the true reward of $\pi_\beta$ higher than the reference's 0.25? Write three booleans before you compute anything.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.reward_model import tilted_logprobs
+
+betas = [1.0, 0.1, 0.05]
+prediction = None  # [True, ...]
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.reward_model import tilted_logprobs
+
+betas = [1.0, 0.1, 0.05]
+prediction = [True, True, False]
+
+# %% tags=["check"]
+ref = torch.tensor([0.6, 0.3, 0.0999, 0.0001], dtype=torch.float64)
+true, learned = (torch.tensor([0.0, 0.5, 1.0, last], dtype=torch.float64) for last in (0.0, 1.5))
+reached = [(tilted_logprobs(ref.log(), learned, beta).exp() * true).sum().item() for beta in betas]
+assert prediction is not None, "write down a prediction first"
+assert prediction == [value > 0.25 for value in reached], (
+    f"the true rewards are {[round(value, 3) for value in reached]}"
+)
+
+# %% [markdown]
+# **2. A scorer that cannot be cheated.** The task: write a number as a product of primes, as in `2*3*7`. The column `number` holds the
+# numbers. Reward 1.0 for a right factorisation, with spaces allowed and in any order, and 0.0 for everything else that a policy may
+# think of, without an exception.
+
+# %% tags=["exercise"]
+
+
+def factor_reward(prompts, completions, number, **columns):
+    """1.0 where the completion is the number as a product of primes, else 0.0; lists of length B."""
+    raise NotImplementedError
+
+
+# %% tags=["solution"]
+import math
+import re
+
+
+def is_prime(n):
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+
+
+def factor_reward(prompts, completions, number, **columns):
+    """1.0 where the completion is the number as a product of primes, else 0.0; lists of length B."""
+    rewards = []
+    for text, n in zip(completions, number, strict=True):
+        factors = []
+        if len(text) <= 100 and re.fullmatch(r"\s*[1-9][0-9]*\s*(\*\s*[1-9][0-9]*\s*)*", text):
+            factors = [int(part) for part in text.split("*")]
+        right = bool(factors) and math.prod(factors) == n and all(map(is_prime, factors))
+        rewards.append(float(right))
+    return rewards
+
+
+# %% tags=["check"]
+right = ["2*3*7", " 7 * 2*3 ", "3*2*7"]
+wrong = [
+    "42",
+    "6*7",
+    "1*2*3*7",
+    "2*3*7*1",
+    "-2*-3*7",
+    "2*3*07",
+    "2**1*3*7",
+    "2*21",
+    "2*3*7=42",
+    "2.0*3*7",
+    "",
+    "*",
+    "2*3*",
+]
+odd = ["9" * 5000, "2*" * 5000, "(2*3)*7", "__import__('os')", "\u0662*3*7", "[2, 3, 7]"]
+for text in right:
+    assert factor_reward([""], [text], number=[42]) == [1.0], f"{text!r} is right"
+for text in wrong + odd:
+    assert factor_reward([""], [text], number=[42]) == [0.0], f"{text[:20]!r} is not a product of primes"
+assert factor_reward(["", ""], ["13", "13"], number=[13, 26]) == [1.0, 0.0]
+
+# %% [markdown]
+# **3. Find the bug.** Completions have different lengths, so the loss below uses the *mean* log-ratio of their tokens: long answers
+# should not dominate. It trains, and the chosen answers win. The check puts the policy at the exact optimum, where the loss of
+# claim 15.3 has no gradient.
+
+# %% tags=["exercise"]
+import torch
+
+from lmrl.dpo import sequence_logprobs
+from lmrl.reward_model import bradley_terry_loss, tilted_logprobs
+from lmrl.tree import TabularPolicy, enumerate_tree, flat_gradient, leaf_logprobs
+
+
+def preference_loss(logprobs, ref_logprobs, mask, chosen, rejected, beta):
+    """DPO's loss of pairs of rows, from token log-probs [B, T]: chosen [N] and rejected [N] are rows; -> [N]."""
+    rewards = beta * sequence_logprobs(logprobs - ref_logprobs, mask) / mask.sum(-1)
+    return bradley_terry_loss(rewards[chosen], rewards[rejected])
+
+
+# %% tags=["solution"]
+import torch
+
+from lmrl.dpo import sequence_logprobs
+from lmrl.reward_model import bradley_terry_loss, tilted_logprobs
+from lmrl.tree import TabularPolicy, enumerate_tree, flat_gradient, leaf_logprobs
+
+
+def preference_loss(logprobs, ref_logprobs, mask, chosen, rejected, beta):
+    """DPO's loss of pairs of rows, from token log-probs [B, T]: chosen [N] and rejected [N] are rows; -> [N]."""
+    rewards = beta * sequence_logprobs(logprobs - ref_logprobs, mask)  # log π of a completion is a sum
+    return bradley_terry_loss(rewards[chosen], rewards[rejected])
+
+
+# %% tags=["check"]
+for seed in range(3):
+    learner = TabularPolicy(3, 2, seed=seed)
+    before = enumerate_tree(learner, 2, eos_id=0)
+    R = torch.randn(len(before.ids), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    target = tilted_logprobs(leaf_logprobs(before).detach(), R, 0.5).exp()
+    with torch.no_grad():  # the first token's mass, then the second's
+        for token in range(3):
+            learner.logits[0, token] = target[before.ids[:, 0] == token].sum().log()
+            if token != 0:
+                learner.logits[token + 1] = target[before.ids[:, 0] == token].log()
+    after = enumerate_tree(learner, 2, eos_id=0)
+    won, rows = (R[:, None] - R).sigmoid(), torch.cartesian_prod(torch.arange(len(R)), torch.arange(len(R))).T
+    losses = preference_loss(after.logprobs, before.logprobs.detach(), before.mask, *rows, 0.5)
+    far = flat_gradient((won[tuple(rows)] * losses).sum(), learner.parameters()).abs().max().item()
+    assert far < 1e-10, f"at the optimum the largest slope is {far:.4f}, not 0"
+
+# %% [markdown]
+# ## What we have not asked
+#
+# Fourteen sections derived a machine: prompts go in, completions come out, something scores them, the scores become advantages,
+# the advantages a gradient, and a clip and a KL keep the step from destroying what was there. All of it took for granted that the score means
+# something. That was an assumption, and here it has two forms.
+#
+# Where a checker exists, in arithmetic, in proofs, in code with tests, the reward is a program. It has no errors to be found by
+# optimising harder, except those of its author, of which this section has shown a few. This branch leads to the reasoning models. Its open
+# question is section 13's: does training of this kind teach something new, or does it make reliable what was there?
+#
+# Where only judgement exists, the reward is an estimate with a region in which it may be believed, and the distance from the reference is
+# the measure of that region. This branch leads to learning from human feedback, and to methods that skip the reward model and
+# inherit its problem in another form. Both branches use the same machine.
+#
+# **What is still missing.** The machine itself, as one program that checks its set-up, survives a crash and says how it is
+# doing: section 16 puts it together.

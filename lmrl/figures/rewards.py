@@ -6,11 +6,14 @@ Do not edit: change the notebook, then `make export`.
 
 import math
 
+import torch
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
+from lmrl.reward_model import best_of, bradley_terry_scores, optimisation_path
 
-__all__ = ["verdicts"]
+__all__ = ["verdicts", "fit_to_comparisons", "best_of_n", "over_optimisation", "preference_paths"]
 
 
 def verdicts(completions: list[str], scores: dict[str, list[float | None]]):
@@ -32,3 +35,110 @@ def verdicts(completions: list[str], scores: dict[str, list[float | None]]):
     axes.tick_params(length=0)
     axes.set(ylabel="completion")
     return figure
+
+
+def fit_to_comparisons(count: int, probabilities: torch.Tensor, rewards: torch.Tensor, seed: int = 0) -> Figure:
+    """Scores fitted to ``count`` comparisons of answers drawn with ``probabilities`` [N], against their rewards [N]."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.multinomial(probabilities, 2 * count, replacement=True, generator=generator).view(2, count)
+    first_wins = torch.rand(count, generator=generator) < (rewards[pairs[0]] - rewards[pairs[1]]).sigmoid()
+    chosen, rejected = torch.where(first_wins, pairs, pairs.flip(0))
+    wins = torch.zeros(len(rewards), len(rewards), dtype=torch.float64)
+    wins.index_put_((chosen, rejected), torch.ones(count, dtype=torch.float64), accumulate=True)
+    scores = bradley_terry_scores(wins, ridge=0.05)
+    shift = (probabilities * (rewards - scores)).sum()
+    seen = (wins + wins.T).sum(1)
+    fig, ax = new_figure(height=3.4)
+    ax.axline((0, 0), slope=1, color=COLORS["reference"], linewidth=1)
+    ax.scatter(rewards, scores + shift, s=8 + 500 * probabilities, color=COLORS["reward"], alpha=0.55, linewidths=0)
+    never = seen == 0
+    ax.scatter(rewards[never], (scores + shift)[never], s=30, marker="x", color=COLORS["error"])
+    ax.set(xlabel="true reward", ylabel="fitted reward", xlim=(-1.6, 6.6), ylim=(-4.5, 7.5))
+    ax.text(5.2, 6.0, "fitted = true", color=COLORS["reference"], ha="right")
+    ax.text(-1.4, 6.6, f"{count} comparisons, {int(never.sum())} answers never compared (crosses)", color="black")
+    ax.text(6.5, -4.1, "area: probability under the reference", color=COLORS["reward"], ha="right")
+    fig.set_layout_engine(None)
+    fig.subplots_adjust(left=0.09, right=0.98, bottom=0.15, top=0.97)
+    return fig
+
+
+def best_of_n(weak: list[torch.Tensor], strong: torch.Tensor, rewards: torch.Tensor) -> Figure:
+    """Mean reward of the best of n by several weak judges, a strong one and the rewards themselves; all [B, K]."""
+    fig, ax = new_figure(height=3.2)
+    sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= rewards.shape[1]]
+    kl = [math.log(n) - (n - 1) / n for n in sizes]
+    styles = [("error", "-", 1)] * len(weak) + [("error", "--", 2), ("reward", "-", 2)]
+    means = [[best_of(n, scores, rewards).mean() for n in sizes] for scores in (*weak, strong, rewards)]
+    for values, (color, line, width) in zip(means, styles, strict=True):
+        ax.plot(kl, values, line, color=COLORS[color], linewidth=width)
+    for values, label in zip(means[-2:], ("1,000 choices", "the people")):
+        ax.annotate(label, (kl[-1], values[-1]), xytext=(4, -4), textcoords="offset points")
+    lowest = min(range(len(weak)), key=lambda row: means[row][-1])
+    ax.annotate("100 choices each", (kl[-1], means[lowest][-1]), xytext=(4, -4), textcoords="offset points")
+    ax.axhline(rewards.mean(), color=COLORS["reference"], linewidth=0.8)
+    ax.text(0.02, rewards.mean() - 0.06, "reference policy", color=COLORS["reference"])
+    ax.set(xlabel="KL from the reference (nats), n = 1 to 64", ylabel="what people think of it", xlim=(0, 4.1))
+    return fig
+
+
+def over_optimisation(ref: torch.Tensor, true: torch.Tensor, learned: torch.Tensor) -> Figure:
+    """Learned and true reward against the KL, along the policies ∝ ref exp(learned/β); three [N]."""
+    kl, true_path, learned_path = optimisation_path(ref, true, learned, torch.logspace(2, -2, 400, dtype=torch.float64))
+    fig, ax = new_figure(height=3.2)
+    ax.plot(kl, learned_path, "--", color=COLORS["error"], linewidth=2)
+    ax.plot(kl, true_path, color=COLORS["reward"], linewidth=2.5)
+    peak = int(true_path.argmax())
+    ax.plot(kl[peak], true_path[peak], "o", color=COLORS["reward"])
+    ax.axhline((ref * true).sum(), color=COLORS["reference"], linewidth=0.8)
+    ax.text(
+        0.995,
+        (ref * true).sum() + 0.03,
+        "reference",
+        color=COLORS["reference"],
+        ha="right",
+        transform=ax.get_yaxis_transform(),
+    )
+    ax.annotate(
+        "what the reward model says",
+        (kl[-1], learned_path[-1]),
+        xytext=(-6, 5),
+        textcoords="offset points",
+        ha="right",
+        color=COLORS["error"],
+    )
+    ax.annotate(
+        f"what it is: best at KL {kl[peak]:.2f}",
+        (kl[peak], true_path[peak]),
+        xytext=(0, -16),
+        textcoords="offset points",
+        color=COLORS["reward"],
+    )
+    ax.set(
+        xlabel="KL from the reference (nats)",
+        ylabel="mean reward",
+        xlim=(0, max(float(kl[-1]), 0.5) * 1.02),
+        ylim=(-0.1, max(1.2, float(learned.max()) + 0.25)),
+    )
+    fig.set_layout_engine(None)
+    fig.subplots_adjust(left=0.09, right=0.98, bottom=0.16, top=0.97)
+    return fig
+
+
+def preference_paths(runs: dict[float, torch.Tensor]) -> Figure:
+    """Mean log-ratio of chosen and rejected answers against the step, a panel per β; `runs` maps β to [steps, 2]."""
+    fig, axes = new_figure(1, len(runs), height=3.0, squeeze=False)
+    for ax, (beta, path) in zip(axes[0], runs.items(), strict=True):
+        for column, color, name in ((0, "policy", "chosen"), (1, "error", "rejected")):
+            values = path[:, column]
+            ax.plot(range(1, len(values) + 1), values, color=COLORS[color])
+            ax.annotate(
+                name,
+                (len(values), values[-10:].mean()),
+                xytext=(3, -3),
+                textcoords="offset points",
+                color=COLORS[color],
+            )
+        ax.axhline(0, color=COLORS["reference"], linewidth=0.8)
+        ax.set(title=f"β = {beta}", xlabel="step", xlim=(1, 1.3 * len(path)))
+    axes[0, 0].set_ylabel("log π - log π_ref (nats)")
+    return fig
