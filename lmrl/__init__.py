@@ -24,6 +24,8 @@
     rewards       15. What we have not asked yet
     sandbox       15. What we have not asked yet
     tasks         15. What we have not asked yet
+    reward_model  15. What we have not asked yet
+    dpo           15. What we have not asked yet
     config        16. The complete machine
     trainer       16. The complete machine
     metrics       16. The complete machine
@@ -61,6 +63,8 @@ __all__ = [
     "rewards",
     "sandbox",
     "tasks",
+    "reward_model",
+    "dpo",
     "config",
     "trainer",
     "metrics",
