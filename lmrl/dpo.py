@@ -19,9 +19,9 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
-    """β (log π - log π_ref) of whole completions: two ``[B]`` → ``[B]``, a reward up to a constant per prompt (section 15).
+    """β (log π - log π_ref) of whole completions: two ``[B]`` → ``[B]`` (section 15).
 
-    Raises ValueError for other shapes, and unless β > 0.
+    It is a reward up to a constant for each prompt. Raises ValueError for other shapes, and unless β > 0.
     """
     if not beta > 0:
         raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
@@ -31,8 +31,8 @@ def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tens
 def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
     """The loss of each comparison, from log-probs of whole completions: four ``[N]`` → ``[N]`` (section 15).
 
-    The gradient goes to the policy's ``chosen`` and ``rejected``. At least float32. Raises ValueError as `implicit_reward`.
-    Rafailov et al., Direct Preference Optimization, 2023.
+    The gradient goes to the policy's ``chosen`` and ``rejected``. At least float32. Raises ValueError as
+    `implicit_reward`. Rafailov et al., Direct Preference Optimization, 2023.
     """
     return bradley_terry_loss(
         implicit_reward(chosen, ref_chosen.detach(), beta), implicit_reward(rejected, ref_rejected.detach(), beta)

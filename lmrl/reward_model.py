@@ -48,9 +48,9 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 def bradley_terry_scores(wins: Tensor, ridge: float = 0.0, steps: int = 100) -> Tensor:
     """The most likely score of each of N answers, ``[N]`` float64 with mean 0 (section 15).
 
-    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the squared scores is
-    added to the loss. Raises ValueError when Newton's method does not arrive: without a ridge there is no minimum if
-    some answers won all of their comparisons with the others.
+    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the
+    squared scores is added to the loss. Raises ValueError when Newton's method does not arrive: without a ridge there
+    is no minimum if some answers won all of their comparisons with the others.
     """
     wins = wins.double().fill_diagonal_(0)
     scores = torch.zeros(len(wins), dtype=torch.float64)
@@ -69,7 +69,7 @@ def bradley_terry_scores(wins: Tensor, ridge: float = 0.0, steps: int = 100) -> 
 
 
 def build_reward_model(policy, tokenizer):
-    """A sequence classifier with one label on a copy of ``policy``'s trunk, its head at zero, in eval mode (section 15).
+    """A sequence classifier with one label on a copy of ``policy``'s trunk, its head at zero (section 15).
 
     Saved with ``save_pretrained``, beside the tokenizer, it is a folder for `load_reward_model` and `ModelReward`.
     Raises ValueError if transformers has no sequence classifier of this architecture.
@@ -84,7 +84,7 @@ def build_reward_model(policy, tokenizer):
 
 
 def reward_inputs(tokenizer, prompts: list, completions: list[str]) -> tuple[Tensor, Tensor]:
-    """Prompt, completion and end of sequence as ids int64 and mask bool ``[B, L]``, padded on the right (section 15)."""
+    """Prompt, completion and EOS as ids int64 and mask bool ``[B, L]``, padded on the right (section 15)."""
     rows = [
         [
             *encode_prompt(tokenizer, prompt),
@@ -106,8 +106,8 @@ def reward_scores(model, ids: Tensor, mask: Tensor) -> Tensor:
 class ModelReward:
     """A reward function: the score that the reward model in ``folder`` gives to prompt and completion (section 15).
 
-    The folder holds a sequence classifier with one label and its tokenizer, which need not be the policy's. ``batch_size``
-    texts are scored at a time. Raises as `load_tokenizer` and `load_reward_model` (section 12).
+    The folder holds a sequence classifier with one label and its tokenizer, which need not be the policy's.
+    ``batch_size`` texts are scored at a time. Raises as `load_tokenizer` and `load_reward_model` (section 12).
     """
 
     __name__ = "model_reward"
@@ -128,9 +128,10 @@ class ModelReward:
 
 
 def best_of(n: int, scores: Tensor, rewards: Tensor) -> Tensor:
-    """Expected reward of the answer with the highest score among n of K, ``[B]`` float64, for ``[B, K]`` each (section 15).
+    """Expected reward of the highest score among n of K answers, ``[B]`` float64, for ``[B, K]`` each (section 15).
 
-    The mean over all choices of n among the K answers. Equal scores are ordered by position. Raises ValueError unless 1 ≤ n ≤ K.
+    The mean over all choices of n among the K answers. Equal scores are ordered by position. Raises ValueError unless 1
+    ≤ n ≤ K.
     """
     count = scores.shape[1]
     if not 1 <= n <= count:
@@ -141,9 +142,9 @@ def best_of(n: int, scores: Tensor, rewards: Tensor) -> Tensor:
 
 
 def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float) -> Tensor:
-    """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref): two ``[..., N]`` → ``[..., N]`` (section 15).
+    """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref) (section 15).
 
-    N are all the answers; at least float32. Raises ValueError unless β > 0.
+    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Raises ValueError unless β > 0.
     """
     if not beta > 0:
         raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")

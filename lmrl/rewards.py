@@ -127,9 +127,10 @@ def describe(error: Exception) -> str:
 class WeightedRewards:
     """The weighted sum of several reward functions, itself a reward function (section 15).
 
-    ``weights`` has one number per function, 1.0 each if None. A function that returns None for a completion is left out of
-    its sum; None only if all are. ``metrics`` holds, after each call, the mean of every part over what it graded and the
-    parts' own metrics. Raises ValueError for no function, or another number of weights, or weights that are not finite.
+    ``weights`` has one number per function, 1.0 each if None. A function that returns None for a completion is left out
+    of its sum; None only if all are. ``metrics`` holds, after each call, the mean of every part over what it graded and
+    the parts' own metrics. Raises ValueError for no function, or another number of weights, or weights that are not
+    finite.
     """
 
     def __init__(self, rewards: list[RewardFunction], weights: list[float] | None = None):
@@ -180,13 +181,14 @@ def format_match(pattern: str) -> RewardFunction:
 
 NUMBER = re.compile(
     r"(?P<minus>(?<![\w)\]}])(?<![\d)\]}] )[-−–] ?)?(?:[$€£¥] ?(?P<inner_minus>[-−–])?)?"
-    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?P<exponent>[eE][+-]?\d{1,2}(?!\d))?(?:/(?P<below>\d+))?"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
+    r"(?P<exponent>[eE][+-]?\d{1,2}(?!\d))?(?:/(?P<below>\d+))?"
 )
 LONGEST_NUMBER = 400  # characters; more of them is no answer, and slow to compute with
 
 
 def number_value(match: re.Match) -> Fraction | None:
-    """The value of a match of NUMBER; None for a division by zero, or more than LONGEST_NUMBER characters (section 15)."""
+    """The value of a match of NUMBER; None for a division by zero, and for more than LONGEST_NUMBER characters."""
     if len(match[0]) > LONGEST_NUMBER or int(match["below"] or 1) == 0:
         return None
     value = Fraction(match["digits"].replace(",", "") + (match["exponent"] or "")) / int(match["below"] or 1)
@@ -194,7 +196,7 @@ def number_value(match: re.Match) -> Fraction | None:
 
 
 def extract_number(text: str) -> Fraction | None:
-    """The number that ``text`` answers with: the first after the last ``####``, else its last one; None without (section 15).
+    """The number that ``text`` answers with: the first after the last ``####``, else the last one; or None (section 15).
 
     Exact: "1,000", "-3", "$80,000", "- 1/2", "72.0", ".5" and "6e23" are read as what they say.
     """
@@ -204,7 +206,10 @@ def extract_number(text: str) -> Fraction | None:
 
 
 def number_match(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float | None]:
-    """1.0 where the completion's number (`extract_number`) is the answer's, else 0.0; None if the answer has none (section 15)."""
+    """1.0 where the completion's number (`extract_number`) is the answer's, else 0.0 (section 15).
+
+    None where the answer has no number.
+    """
     right = [extract_number(str(text)) for text in answer]
     found = [extract_number(text) for text in completions]
     return [None if b is None else float(a == b) for a, b in zip(found, right, strict=True)]
@@ -224,12 +229,13 @@ def last_boxed(text: str) -> str | None:
 
 
 class MathMatch:
-    """A reward function: 1.0 where the last box of the completion is mathematically the ``answer``, else 0.0 (section 15).
+    """A reward function: 1.0 where the completion's last box is mathematically the ``answer``, else 0.0 (section 15).
 
     An answer may itself be a text with a box, or an expression in LaTeX; one that cannot be read makes the reward None.
-    Expressions are compared by math-verify (Hugging Face) in another process: a completion that needs more than ``seconds``
-    or 2 GB has reward 0.0 and is counted in ``metrics["math_timeouts"]`` or ``metrics["math_crashes"]``, of the last call.
-    It may be called from any thread and inside an event loop. Raises ImportError without math-verify. POSIX only.
+    Expressions are compared by math-verify (Hugging Face) in another process: a completion that needs more than
+    ``seconds`` or 2 GB has reward 0.0 and is counted in ``metrics["math_timeouts"]`` or ``metrics["math_crashes"]``, of
+    the last call. It may be called from any thread and inside an event loop. Raises ImportError without math-verify.
+    POSIX only.
     """
 
     __name__ = "math_match"
@@ -262,9 +268,9 @@ class CodeMatch:
     """A reward function: 1.0 where the completion's Python program passes all its ``tests``, else 0.0 (section 15).
 
     ``tests`` are, for each completion, pairs (stdin, stdout); white space at the ends of lines and of the text does not
-    count. None where there are no tests. Programs run in `run_python`, whose docstring says what it does not protect from;
-    ``seconds`` and ``memory`` are for each test, ``workers`` run at a time. ``metrics["code_timeouts"]`` counts the programs
-    of the last call that were too slow.
+    count. None where there are no tests. Programs run in `run_python`, whose docstring says what it does not protect
+    from; ``seconds`` and ``memory`` are for each test, ``workers`` run at a time. ``metrics["code_timeouts"]`` counts
+    the programs of the last call that were too slow.
     """
 
     __name__ = "code_match"
@@ -306,9 +312,9 @@ BUILT_IN = {
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that ``spec`` names (section 15).
 
-    It is one of BUILT_IN, "format_match:EXPRESSION", "path/to/file.py:function", or a sum such as "0.8*NAME + 0.2*NAME".
-    Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the file raises, or
-    when it defines no such function.
+    It is one of BUILT_IN, "format_match:EXPRESSION", "path/to/file.py:function", or a sum such as "0.8*NAME +
+    0.2*NAME". Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the
+    file raises, or when it defines no such function.
     """
     terms = [
         re.fullmatch(r"\s*(?:(-?[\d.]+)\*)?(.*?)\s*", term, re.DOTALL).groups() for term in re.split(r"\s\+\s", spec)

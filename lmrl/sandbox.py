@@ -227,22 +227,24 @@ class Run:
 def run_python(program: str, stdin: str = "", *, seconds: float = 5.0, memory: int = 2**29, output: int = 2**16) -> Run:
     """Run untrusted Python in a process of its own and say how it ended (section 15). POSIX only; safe in any thread.
 
-    At most ``seconds`` of wall and CPU time, ``memory`` bytes of address space for each process, ``output`` bytes on stdout, on
-    stderr and in every other file. The standard library and this Python's site-packages can be imported; the environment
-    variables are empty. On Linux, where the kernel allows it: no network, no other process visible, no file of yours.
+    At most ``seconds`` of wall and CPU time, ``memory`` bytes of address space for each process, ``output`` bytes on
+    stdout, on stderr and in every other file. The standard library and this Python's site-packages can be imported; the
+    environment variables are empty. On Linux, where the kernel allows it: no network, no other process visible, no file
+    of yours.
 
     It does not protect from:
 
     - a hole in the kernel; where the machine itself is at stake, use a virtual machine without your files;
     - reading /usr, Python's own folders and what is installed there, and telling whether other files exist;
-    - changing the mode or the date of files of the user who runs it (not their content; `chmod` is no access for Landlock);
+    - changing the mode or the date of files of the user who runs it (not their content; `chmod` is no access for
+      Landlock);
     - talking to a service of this machine through a socket in the file system, such as Docker's, if that user may;
-    - using all cores, much memory in many processes (root; others can start no further process), or filling the disk with
-      many files, until the time is over.
+    - using all cores, much memory in many processes (root; others can start no further process), or filling the disk
+      with many files, until the time is over.
 
-    Where ``no_files`` comes back False it can read, change and delete what you can. Where ``no_network`` comes back False it
-    can talk to anybody and signal your processes, and one that leaves its session outlives the time limit, though not its
-    CPU limit. On macOS both are False and the memory limit is not enforced.
+    Where ``no_files`` comes back False it can read, change and delete what you can. Where ``no_network`` comes back
+    False it can talk to anybody and signal your processes, and one that leaves its session outlives the time limit,
+    though not its CPU limit. On macOS both are False and the memory limit is not enforced.
     """
     readable = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"]
     source = f"{inspect.getsource(supervise)}\nsupervise({seconds!r}, {memory!r}, {output!r}, {readable!r})"

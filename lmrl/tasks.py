@@ -73,7 +73,8 @@ __all__ = [
 class Example:
     """A prompt, and what the reward function needs to know about it (section 15).
 
-    The prompt is a text, or the turns of a conversation as chat templates take them: ``[{"role": …, "content": …}, …]``.
+    The prompt is a text, or the turns of a conversation as chat templates take them: ``[{"role": …, "content": …},
+    …]``.
     """
 
     prompt: str | list[dict]
@@ -85,7 +86,8 @@ class Task:
     """Prompts to train on, prompts that only measure, and the reward for both (section 15).
 
     ``reward`` is called with the examples' columns by name. ``stop`` are texts of one token each that end a completion.
-    ``well_formed`` says whether a completion has the form of an answer, right or wrong; by default, whether it has text.
+    ``well_formed`` says whether a completion has the form of an answer, right or wrong; by default, whether it has
+    text.
     """
 
     name: str
@@ -130,9 +132,10 @@ def generate_problems(dataset: str, stream: str, seed: int, size: int, settings:
 
 
 def disjoint(train, heldout, shown) -> tuple[dict[str, dict], dict[str, dict]]:
-    """The problems to train on and the held-out ones, by question; no question is on two of the three sides (section 15).
+    """The problems to train on and the held-out ones, by question (section 15).
 
-    Each question is there once. At most a quarter of the different ones is held out.
+    No question is on two of the three sides, and each is there once. At most a quarter of the different ones is held
+    out.
     """
     taken = {entry["question"] for entry in shown}
     train, heldout = (
@@ -167,7 +170,7 @@ def reasoning_gym_reward(score_answer: Callable) -> RewardFunction:
 
 
 def ask(question: str, shown) -> str:
-    """A prompt: the question after the problems ``shown`` with their answers, or with a request for tags (section 15)."""
+    """A prompt: the question after the ``shown`` problems with their answers, or with a request for tags (section 15)."""
     if not shown:
         return f"{question.strip()}\n\nWrite the final answer between <answer> and </answer>."
     solved = [f"Question: {entry['question'].strip()}\nAnswer: {entry['answer']}\n\n" for entry in shown]
@@ -180,9 +183,9 @@ def reasoning_gym_task(
     """A dataset of reasoning-gym (Stojanovski et al., 2025) as a task (section 15).
 
     ``seed`` chooses the problems. Both sizes are upper bounds: repeated questions are dropped, at most a quarter of the
-    different ones is held out, and what is held out or shown is not trained on. ``shots`` solved problems come before each question; with 0 the question asks for tags.
-    ``settings`` go to the dataset. Raises ImportError without the package, and ValueError for an unknown dataset or
-    setting, and when no problem is left on one side.
+    different ones is held out, and what is held out or shown is not trained on. ``shots`` solved problems come before
+    each question; with 0 the question asks for tags. ``settings`` go to the dataset. Raises ImportError without the
+    package, and ValueError for an unknown dataset or setting, and when no problem is left on one side.
     """
     known = reasoning_gym_datasets()
     if dataset not in known:
@@ -222,7 +225,7 @@ def expression_value(expression: str) -> tuple[Fraction, list[int]]:
 
 
 def countdown_reward(prompts, completions, numbers: list, target: list, **columns) -> list[float]:
-    """1.0 where the answer is an expression that uses each of the ``numbers`` exactly once and makes ``target`` (section 15)."""
+    """1.0 where the answer uses each of the ``numbers`` exactly once and makes ``target``, else 0.0 (section 15)."""
     return [float(is_solution(*row)) for row in zip(completions, numbers, target, strict=True)]
 
 
@@ -266,12 +269,13 @@ def countdown_task(
 ) -> Task:
     """Make ``target`` from ``numbers`` numbers, each used once (section 15).
 
-    ``seed``, the sizes and ``shots`` are as in `reasoning_gym_task`. The numbers go up to ``largest``, targets to ``highest``. Raises
-    ValueError for sizes without problems.
+    ``seed``, the sizes and ``shots`` are as in `reasoning_gym_task`. The numbers go up to ``largest``, targets to
+    ``highest``. Raises ValueError for sizes without problems.
     """
     if not (numbers >= 2 and 1 <= largest <= highest):
         raise ValueError(
-            f"countdown with numbers={numbers}, largest={largest}, highest={highest}; take numbers of at least 2, 1 ≤ largest ≤ highest"
+            f"countdown with numbers={numbers}, largest={largest}, highest={highest}; "
+            "take numbers of at least 2, 1 ≤ largest ≤ highest"
         )
     rng = random.Random(f"countdown {seed}")
     drawn = [countdown_problem(rng, numbers, largest, highest) for _ in range(2 * (train_size + heldout_size) + shots)]
@@ -356,10 +360,10 @@ def rows_task(
 ) -> Task:
     """A task of rows with their places, as `read_jsonl` returns them (section 15).
 
-    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out and
-    removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the prompt alone,
-    at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for rows as
-    `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
+    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out
+    and removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the
+    prompt alone, at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for
+    rows as `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
     """
     examples = examples_of(rows, prompt, answer)
     if not 0 < heldout_fraction < 1:
@@ -378,7 +382,7 @@ def rows_task(
 
 
 def jsonl_task(path: str, *, heldout: str | None = None, **settings) -> Task:
-    """The JSONL file at ``path`` as a task, with the file ``heldout`` held out if given; the rest as `rows_task` (section 15)."""
+    """The JSONL file ``path`` as a task, the file ``heldout`` held out if given; the rest as `rows_task` (section 15)."""
     heldout_rows = None if heldout is None else read_jsonl(heldout)
     return rows_task(f"jsonl:{path}", read_jsonl(path), heldout_rows, **settings)
 
@@ -386,10 +390,11 @@ def jsonl_task(path: str, *, heldout: str | None = None, **settings) -> Task:
 def datasets_task(
     path: str, *, config: str | None = None, split: str = "train", heldout: str | None = None, **settings
 ) -> Task:
-    """The data set at ``path``, a folder that ``save_to_disk`` wrote or what ``load_dataset`` takes, as a task (section 15).
+    """A data set of Hugging Face as a task (section 15).
 
-    ``split`` is trained on, the split ``heldout`` is held out if given; the rest is as in `rows_task`. Raises ImportError
-    without the package datasets, and ValueError when it cannot load them.
+    ``path`` is a folder that ``save_to_disk`` wrote, or what ``load_dataset`` takes. ``split`` is trained on, the split
+    ``heldout`` is held out if given; the rest is as in `rows_task`. Raises ImportError without the package datasets,
+    and ValueError when it cannot load them.
     """
     try:
         import datasets
@@ -436,8 +441,9 @@ def load_task(name: str, seed: int = 0, **settings) -> Task:
 
     It is "arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE" or "datasets:NAME", with settings as in
     "countdown:numbers=4,largest=20". ``seed`` chooses the problems of the generated ones. ``settings`` are those of
-    `countdown_task`, `reasoning_gym_task`, `jsonl_task` and `datasets_task`; "arithmetic" has none, and always the split of section 1's warm start.
-    Raises ValueError for an unknown name or setting, and for a prompt that is both trained on and held out, and what these functions raise.
+    `countdown_task`, `reasoning_gym_task`, `jsonl_task` and `datasets_task`; "arithmetic" has none, and always the
+    split of section 1's warm start. Raises ValueError for an unknown name or setting, and for a prompt that is both
+    trained on and held out, and what these functions raise.
     """
     kind, _, rest = name.partition(":")
     if kind == "reasoning_gym" and rest:
@@ -496,8 +502,8 @@ def require_no_leak(task: Task) -> None:
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
     """The token ids of a prompt: a text, as a user's turn if the tokenizer has a chat template, or turns (section 15).
 
-    They begin with exactly one begin-of-sequence token if the tokenizer defines one. Raises ValueError for a text that the
-    tokenizer cannot encode, for an empty one, and for turns without a chat template.
+    They begin with exactly one begin-of-sequence token if the tokenizer defines one. Raises ValueError for a text that
+    the tokenizer cannot encode, for an empty one, and for turns without a chat template.
     """
     try:
         if tokenizer.chat_template is None and isinstance(prompt, str):
@@ -526,7 +532,7 @@ def drop_long_prompts(task: Task, tokenizer, max_prompt_length: int) -> tuple[Ta
     if not all(kept):
         longest = max(len(encode_prompt(tokenizer, e.prompt)) for side in sides for e in side)
         raise ValueError(
-            f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out (the longest has {longest}); "
-            "raise max_prompt_length"
+            f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out "
+            f"(the longest has {longest}); raise max_prompt_length"
         )
     return replace(task, train=kept[0], heldout=kept[1]), sum(map(len, sides)) - sum(map(len, kept))

@@ -14,17 +14,17 @@
 # %% [markdown]
 # # 15. What we have not asked yet
 #
-# **The question.** Every equation of this course takes $R(x, y)$, the reward of answer $y$ to prompt $x$, as given. Where
-# does it come from?
+# **The question.** Every equation of this course takes $R(x, y)$, the reward of answer $y$ to prompt $x$, as given.
+# Where does it come from?
 #
 # Sometimes somebody can write it down. The sum of two numbers, a proof that a checker accepts, code that passes its
 # tests: there $R$ is a program, a **verifier**, and it means what it says. For "is this a good answer?" there is no
-# program, only people who prefer one answer to another; a network can be fitted to their choices, and then $R$ has errors
-# that the policy will find.
+# program, only people who prefer one answer to another; a network can be fitted to their choices, and then $R$ has
+# errors that the policy will find.
 #
-# The first half of this section is about the first kind: what a reward function may say, how to read an answer, how to
-# run a checker that one does not trust, and how prompts and verifiers become a task. The second half is about the second
-# kind: fitting $R$ to comparisons, what happens when it is optimised too hard, and how to do without it.
+# The first half of this section is about the first kind: what a reward function may say, how to read an answer, how
+# to run a checker that one does not trust, and how prompts and verifiers become a task. The second half is about the
+# second kind: fitting $R$ to comparisons, what happens when it is optimised too hard, and how to do without it.
 
 # %%
 import ast
@@ -115,10 +115,10 @@ class RewardError(ValueError):
 
 
 # %% [markdown]
-# Here are some answers of section 1's policy to one prompt, and four programs that could be called a verifier. They do
-# not agree, and the policy will learn whichever it is given. The second is content with part of the digits. The third is
-# content with any number: a *format* reward, which alone teaches nothing about addition. The fourth measures how far off
-# the answer is, and for a text that is not a number it can say nothing.
+# Here are some answers of section 1's policy to one prompt, and four programs that could be called a verifier. They
+# do not agree, and the policy will learn whichever it is given. The second is content with part of the digits. The
+# third is content with any number: a *format* reward, which alone teaches nothing about addition. The fourth measures
+# how far off the answer is, and for a text that is not a number it can say nothing.
 
 # %%
 folder = warm_start_folder(seed=0)
@@ -170,7 +170,7 @@ def verdicts(completions: list[str], scores: dict[str, list[float | None]]):
 # %%
 show(
     verdicts(shown, scores),
-    caption=f"Four verifiers read the same answers to {problem.prompt} and disagree. What is paid for is what is learned.",
+    caption=f"Four verifiers read the same answers to {problem.prompt} and disagree. What is paid for is learned.",
     alt="A table of eight completions by four reward functions, shaded by reward. Only the right sum has reward 1 in the "
     "first column; every number has reward 1 in the third; the fourth is None for texts that are not numbers.",
 )
@@ -180,11 +180,11 @@ assert [score is None for score in scores["closeness"]] == [not is_number(text) 
 # %% [markdown]
 # ## None is not zero
 #
-# The last column has a third kind of verdict: `None`, *I cannot grade this*. It is not a reward of 0. Zero says that the
-# answer is bad, and it pulls the group's baseline down with it. Take one prompt with four answers, of which a right and a
-# wrong one were graded and two were not, and no division by the spread. With `None` the advantages are
-# $\tfrac12, -\tfrac12, 0, 0$; filled with zeros they would be $\tfrac34, -\tfrac14, -\tfrac14, -\tfrac14$, and the policy
-# would be pushed away from two answers about which nobody knows anything:
+# The last column has a third kind of verdict: `None`, *I cannot grade this*. It is not a reward of 0. Zero says that
+# the answer is bad, and it pulls the group's baseline down with it. Take one prompt with four answers, of which a
+# right and a wrong one were graded and two were not, and no division by the spread. With `None` the advantages are
+# $\tfrac12, -\tfrac12, 0, 0$; filled with zeros they would be $\tfrac34, -\tfrac14, -\tfrac14, -\tfrac14$, and the
+# policy would be pushed away from two answers about which nobody knows anything:
 
 # %%
 group = torch.zeros(4, dtype=torch.int64)
@@ -195,10 +195,10 @@ assert group_advantages(rewards.nan_to_num(0.0), group, scale="none").tolist() =
 # %% [markdown]
 # ## Asking for rewards, and not trusting the answer
 #
-# A reward function is the part of a run that its user writes, and the part that is changed most often. Whatever it does
-# wrong should be said in one line with its name, rather than end in a shape error ten functions later, or in a `NaN` that
-# trains for an hour. So each call is checked: it did not raise, it returned a list, with one entry per completion, each a
-# finite number or `None`.
+# A reward function is the part of a run that its user writes, and the part that is changed most often. Whatever it
+# does wrong should be said in one line with its name, rather than end in a shape error ten functions later, or in a
+# `NaN` that trains for an hour. So each call is checked: it did not raise, it returned a list, with one entry per
+# completion, each a finite number or `None`.
 
 
 # %% tags=["export"]
@@ -293,17 +293,19 @@ for wrong in (
 # %% [markdown]
 # ## Several rewards at once
 #
-# The right answer is worth 1, the asked-for form 0.2: two functions and a weighted sum. The sum is again a reward function.
-# If one of them says `None` it has no opinion, and the others decide; only if all say `None` is the completion not graded.
+# The right answer is worth 1, the asked-for form 0.2: two functions and a weighted sum. The sum is again a reward
+# function. If one of them says `None` it has no opinion, and the others decide; only if all say `None` is the
+# completion not graded.
 
 
 # %% tags=["export"]
 class WeightedRewards:
     """The weighted sum of several reward functions, itself a reward function (section 15).
 
-    ``weights`` has one number per function, 1.0 each if None. A function that returns None for a completion is left out of
-    its sum; None only if all are. ``metrics`` holds, after each call, the mean of every part over what it graded and the
-    parts' own metrics. Raises ValueError for no function, or another number of weights, or weights that are not finite.
+    ``weights`` has one number per function, 1.0 each if None. A function that returns None for a completion is left out
+    of its sum; None only if all are. ``metrics`` holds, after each call, the mean of every part over what it graded and
+    the parts' own metrics. Raises ValueError for no function, or another number of weights, or weights that are not
+    finite.
     """
 
     def __init__(self, rewards: list[RewardFunction], weights: list[float] | None = None):
@@ -346,9 +348,9 @@ assert both.weigh((None, 1.0)) == 0.2 and both.weigh((None, None)) is None
 # %% [markdown]
 # ## Reading an answer
 #
-# A verifier compares, but first it has to find the answer in the text. The simplest way is to allow nothing else: equal
-# texts, apart from white space at the ends. A format can be asked for with a regular expression, which must match the whole
-# completion.
+# A verifier compares, but first it has to find the answer in the text. The simplest way is to allow nothing else:
+# equal texts, apart from white space at the ends. A format can be asked for with a regular expression, which must
+# match the whole completion.
 
 
 # %% tags=["export"]
@@ -378,24 +380,25 @@ tagged = format_match(r"<think>.*</think>\s*<answer>[^<]*</answer>")
 assert tagged([""] * 2, ["<think>2\n+ 2</think> <answer>4</answer>", "<answer>4</answer>"]) == [1.0, 0.0]
 
 # %% [markdown]
-# Numbers in running text need more care, and the usual short patterns get something wrong: they take a lone comma for a
-# number, they drop a minus sign and accept 3 for −3, or they look at the last few characters only. Our rule: if the text
-# has the mark `####`, as the solutions of GSM8K do, the first number after the last mark counts, otherwise the last number of the text.
-# A number may have commas between groups of three digits, decimals, an exponent, or be a fraction; a dollar or another
-# currency may stand before it. A minus before it is a sign, unless what it follows makes it a subtraction (`10 - 3`), a
-# range or a hyphen.
+# Numbers in running text need more care, and the usual short patterns get something wrong: they take a lone comma for
+# a number, they drop a minus sign and accept 3 for −3, or they look at the last few characters only. Our rule: if the
+# text has the mark `####`, as the solutions of GSM8K do, the first number after the last mark counts, otherwise the
+# last number of the text. A number may have commas between groups of three digits, decimals, an exponent, or be a
+# fraction; a dollar or another currency may stand before it. A minus before it is a sign, unless what it follows
+# makes it a subtraction (`10 - 3`), a range or a hyphen.
 
 
 # %% tags=["export"]
 NUMBER = re.compile(
     r"(?P<minus>(?<![\w)\]}])(?<![\d)\]}] )[-−–] ?)?(?:[$€£¥] ?(?P<inner_minus>[-−–])?)?"
-    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?P<exponent>[eE][+-]?\d{1,2}(?!\d))?(?:/(?P<below>\d+))?"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)"
+    r"(?P<exponent>[eE][+-]?\d{1,2}(?!\d))?(?:/(?P<below>\d+))?"
 )
 LONGEST_NUMBER = 400  # characters; more of them is no answer, and slow to compute with
 
 
 def number_value(match: re.Match) -> Fraction | None:
-    """The value of a match of NUMBER; None for a division by zero, or more than LONGEST_NUMBER characters (section 15)."""
+    """The value of a match of NUMBER; None for a division by zero, and for more than LONGEST_NUMBER characters."""
     if len(match[0]) > LONGEST_NUMBER or int(match["below"] or 1) == 0:
         return None
     value = Fraction(match["digits"].replace(",", "") + (match["exponent"] or "")) / int(match["below"] or 1)
@@ -403,7 +406,7 @@ def number_value(match: re.Match) -> Fraction | None:
 
 
 def extract_number(text: str) -> Fraction | None:
-    """The number that ``text`` answers with: the first after the last ``####``, else its last one; None without (section 15).
+    """The number that ``text`` answers with: the first after the last ``####``, else the last one; or None (section 15).
 
     Exact: "1,000", "-3", "$80,000", "- 1/2", "72.0", ".5" and "6e23" are read as what they say.
     """
@@ -413,7 +416,10 @@ def extract_number(text: str) -> Fraction | None:
 
 
 def number_match(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float | None]:
-    """1.0 where the completion's number (`extract_number`) is the answer's, else 0.0; None if the answer has none (section 15)."""
+    """1.0 where the completion's number (`extract_number`) is the answer's, else 0.0 (section 15).
+
+    None where the answer has no number.
+    """
     right = [extract_number(str(text)) for text in answer]
     found = [extract_number(text) for text in completions]
     return [None if b is None else float(a == b) for a, b in zip(found, right, strict=True)]
@@ -441,9 +447,9 @@ assert number_match([""] * 3, ["3", "It is 1,000.", "6/8"], answer=["-3", "#### 
 # %% [markdown]
 # ## A checker that may never return
 #
-# Is $\frac{\sqrt{8}}{4}$ the same as $1/\sqrt 2$? The package math-verify reads both as expressions and lets a computer
-# algebra system decide. The usual agreement with the model is that the answer stands in a box, `\boxed{…}`; the last box
-# counts. We find it ourselves, so that a completion with five boxes has not given five answers.
+# Is $\frac{\sqrt{8}}{4}$ the same as $1/\sqrt 2$? The package math-verify reads both as expressions and lets a
+# computer algebra system decide. The usual agreement with the model is that the answer stands in a box, `\boxed{…}`;
+# the last box counts. We find it ourselves, so that a completion with five boxes has not given five answers.
 
 
 # %% tags=["export"]
@@ -464,16 +470,16 @@ def last_boxed(text: str) -> str | None:
 assert last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}") == r"\frac{1}{2}" and last_boxed(r"\boxed{\frac{1}{2}") is None
 
 # %% [markdown]
-# The trouble is $9^{9^{9^9}}$. A policy that samples at random will write such things sooner or later, and the algebra
-# system sets out to compute it. The usual guard is an alarm signal, and Python lets only the main thread set one, while a
-# trainer calls its rewards from threads and event loops. Waiting for a thread with a time limit is no guard either: the wait
-# ends, the thread does not.
+# The trouble is $9^{9^{9^9}}$. A policy that samples at random will write such things sooner or later, and the
+# algebra system sets out to compute it. The usual guard is an alarm signal, and Python lets only the main thread set
+# one, while a trainer calls its rewards from threads and event loops. Waiting for a thread with a time limit is no
+# guard either: the wait ends, the thread does not.
 #
-# What can always be ended is a process. One helper process loads the algebra system once. For each completion it forks a
-# copy of itself, the copy asks the kernel to be killed when its time is over, computes, and ends with the verdict as its
-# exit code. The caller only writes a line and reads a line, which any thread can do. If the trainer dies, the helper reads
-# the end of its input and ends too. The helper's code is the text of this function, handed to a fresh Python, so nothing of
-# the trainer is copied into it.
+# What can always be ended is a process. One helper process loads the algebra system once. For each completion it
+# forks a copy of itself, the copy asks the kernel to be killed when its time is over, computes, and ends with the
+# verdict as its exit code. The caller only writes a line and reads a line, which any thread can do. If the trainer
+# dies, the helper reads the end of its input and ends too. The helper's code is the text of this function, handed to
+# a fresh Python, so nothing of the trainer is copied into it.
 
 
 # %% tags=["export:sandbox"]
@@ -596,12 +602,13 @@ def end_process(process: subprocess.Popen) -> None:
 
 # %% tags=["export"]
 class MathMatch:
-    """A reward function: 1.0 where the last box of the completion is mathematically the ``answer``, else 0.0 (section 15).
+    """A reward function: 1.0 where the completion's last box is mathematically the ``answer``, else 0.0 (section 15).
 
     An answer may itself be a text with a box, or an expression in LaTeX; one that cannot be read makes the reward None.
-    Expressions are compared by math-verify (Hugging Face) in another process: a completion that needs more than ``seconds``
-    or 2 GB has reward 0.0 and is counted in ``metrics["math_timeouts"]`` or ``metrics["math_crashes"]``, of the last call.
-    It may be called from any thread and inside an event loop. Raises ImportError without math-verify. POSIX only.
+    Expressions are compared by math-verify (Hugging Face) in another process: a completion that needs more than
+    ``seconds`` or 2 GB has reward 0.0 and is counted in ``metrics["math_timeouts"]`` or ``metrics["math_crashes"]``, of
+    the last call. It may be called from any thread and inside an event loop. Raises ImportError without math-verify.
+    POSIX only.
     """
 
     __name__ = "math_match"
@@ -636,9 +643,9 @@ if importlib.util.find_spec("math_verify"):
 # %% [markdown]
 # ## Running what the policy wrote
 #
-# For code the verifier is the code itself: run it and look. But this is a program that nobody has read, and among some
-# hundred thousand of them one deletes files, one fills the memory, one never ends and one asks the network. So it runs in a
-# process of its own, which gets as little as the platform can enforce, on Linux by the kernel:
+# For code the verifier is the code itself: run it and look. But this is a program that nobody has read, and among
+# some hundred thousand of them one deletes files, one fills the memory, one never ends and one asks the network. So
+# it runs in a process of its own, which gets as little as the platform can enforce, on Linux by the kernel:
 #
 # - wall time, CPU time, memory, the size of each file it writes (its output is one), and no memory dump;
 # - a new user, network, process and message namespace: no network at all, no other process in sight, and everything that
@@ -646,8 +653,8 @@ if importlib.util.find_spec("math_verify"):
 # - Landlock: it reads Python's own folders and the system's libraries, and its own empty folder, the only one in which it
 #   can write.
 #
-# Outside there is a supervisor with the clock. Elsewhere than on Linux, or where the kernel forbids these calls (some containers
-# do), the resource limits remain, and the result says which of the other two walls stood.
+# Outside there is a supervisor with the clock. Elsewhere than on Linux, or where the kernel forbids these calls (some
+# containers do), the resource limits remain, and the result says which of the other two walls stood.
 
 
 # %% tags=["export:sandbox"]
@@ -743,22 +750,24 @@ class Run:
 def run_python(program: str, stdin: str = "", *, seconds: float = 5.0, memory: int = 2**29, output: int = 2**16) -> Run:
     """Run untrusted Python in a process of its own and say how it ended (section 15). POSIX only; safe in any thread.
 
-    At most ``seconds`` of wall and CPU time, ``memory`` bytes of address space for each process, ``output`` bytes on stdout, on
-    stderr and in every other file. The standard library and this Python's site-packages can be imported; the environment
-    variables are empty. On Linux, where the kernel allows it: no network, no other process visible, no file of yours.
+    At most ``seconds`` of wall and CPU time, ``memory`` bytes of address space for each process, ``output`` bytes on
+    stdout, on stderr and in every other file. The standard library and this Python's site-packages can be imported; the
+    environment variables are empty. On Linux, where the kernel allows it: no network, no other process visible, no file
+    of yours.
 
     It does not protect from:
 
     - a hole in the kernel; where the machine itself is at stake, use a virtual machine without your files;
     - reading /usr, Python's own folders and what is installed there, and telling whether other files exist;
-    - changing the mode or the date of files of the user who runs it (not their content; `chmod` is no access for Landlock);
+    - changing the mode or the date of files of the user who runs it (not their content; `chmod` is no access for
+      Landlock);
     - talking to a service of this machine through a socket in the file system, such as Docker's, if that user may;
-    - using all cores, much memory in many processes (root; others can start no further process), or filling the disk with
-      many files, until the time is over.
+    - using all cores, much memory in many processes (root; others can start no further process), or filling the disk
+      with many files, until the time is over.
 
-    Where ``no_files`` comes back False it can read, change and delete what you can. Where ``no_network`` comes back False it
-    can talk to anybody and signal your processes, and one that leaves its session outlives the time limit, though not its
-    CPU limit. On macOS both are False and the memory limit is not enforced.
+    Where ``no_files`` comes back False it can read, change and delete what you can. Where ``no_network`` comes back
+    False it can talk to anybody and signal your processes, and one that leaves its session outlives the time limit,
+    though not its CPU limit. On macOS both are False and the memory limit is not enforced.
     """
     readable = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"]
     source = f"{inspect.getsource(supervise)}\nsupervise({seconds!r}, {memory!r}, {output!r}, {readable!r})"
@@ -799,8 +808,8 @@ for program in (
     assert run.stdout == "42\n" or run.exit_code != 0 or not (run.no_network and run.no_files)
 
 # %% [markdown]
-# How is the output judged? Many collections of problems come with assertions to be run after the program. That hands the
-# verdict to the accused: a program that ends the process with exit code 0 before the assertions has passed them.
+# How is the output judged? Many collections of problems come with assertions to be run after the program. That hands
+# the verdict to the accused: a program that ends the process with exit code 0 before the assertions has passed them.
 
 # %%
 cheat = "def double(x):\n    return x\n\nimport os\nos._exit(0)\n"
@@ -808,8 +817,9 @@ test = "assert double(2) == 4\n"
 assert run_python(cheat + test).exit_code == 0  # passed
 
 # %% [markdown]
-# So here a test is a pair: what the program reads, and what it has to write. What it should have written stays outside.
-# All tests must pass: part of the reward for part of the tests would pay a program that prints the most frequent answer.
+# So here a test is a pair: what the program reads, and what it has to write. What it should have written stays
+# outside. All tests must pass: part of the reward for part of the tests would pay a program that prints the most
+# frequent answer.
 
 
 # %% tags=["export"]
@@ -823,9 +833,9 @@ class CodeMatch:
     """A reward function: 1.0 where the completion's Python program passes all its ``tests``, else 0.0 (section 15).
 
     ``tests`` are, for each completion, pairs (stdin, stdout); white space at the ends of lines and of the text does not
-    count. None where there are no tests. Programs run in `run_python`, whose docstring says what it does not protect from;
-    ``seconds`` and ``memory`` are for each test, ``workers`` run at a time. ``metrics["code_timeouts"]`` counts the programs
-    of the last call that were too slow.
+    count. None where there are no tests. Programs run in `run_python`, whose docstring says what it does not protect
+    from; ``seconds`` and ``memory`` are for each test, ``workers`` run at a time. ``metrics["code_timeouts"]`` counts
+    the programs of the last call that were too slow.
     """
 
     __name__ = "code_match"
@@ -884,9 +894,9 @@ BUILT_IN = {
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that ``spec`` names (section 15).
 
-    It is one of BUILT_IN, "format_match:EXPRESSION", "path/to/file.py:function", or a sum such as "0.8*NAME + 0.2*NAME".
-    Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the file raises, or
-    when it defines no such function.
+    It is one of BUILT_IN, "format_match:EXPRESSION", "path/to/file.py:function", or a sum such as "0.8*NAME +
+    0.2*NAME". Raises FileNotFoundError without such a file, and ValueError when ``spec`` has no such form, when the
+    file raises, or when it defines no such function.
     """
     terms = [
         re.fullmatch(r"\s*(?:(-?[\d.]+)\*)?(.*?)\s*", term, re.DOTALL).groups() for term in re.split(r"\s\+\s", spec)
@@ -936,9 +946,9 @@ assert reward([""] * 2, ["I say <answer>7</answer>", "7"], answer=["7", "7"]) ==
 # %% [markdown]
 # ## A task
 #
-# A **task** is a set of prompts to train on, another set that only measures, and a reward function that can judge both. To
-# each prompt belong the columns that the reward function asks for. `stop` holds texts that end an answer (section 12 makes
-# ids of them); most tasks need none.
+# A **task** is a set of prompts to train on, another set that only measures, and a reward function that can judge
+# both. To each prompt belong the columns that the reward function asks for. `stop` holds texts that end an answer
+# (section 12 makes ids of them); most tasks need none.
 
 
 # %% tags=["export:tasks"]
@@ -946,7 +956,8 @@ assert reward([""] * 2, ["I say <answer>7</answer>", "7"], answer=["7", "7"]) ==
 class Example:
     """A prompt, and what the reward function needs to know about it (section 15).
 
-    The prompt is a text, or the turns of a conversation as chat templates take them: ``[{"role": …, "content": …}, …]``.
+    The prompt is a text, or the turns of a conversation as chat templates take them: ``[{"role": …, "content": …},
+    …]``.
     """
 
     prompt: str | list[dict]
@@ -958,7 +969,8 @@ class Task:
     """Prompts to train on, prompts that only measure, and the reward for both (section 15).
 
     ``reward`` is called with the examples' columns by name. ``stop`` are texts of one token each that end a completion.
-    ``well_formed`` says whether a completion has the form of an answer, right or wrong; by default, whether it has text.
+    ``well_formed`` says whether a completion has the form of an answer, right or wrong; by default, whether it has
+    text.
     """
 
     name: str
@@ -985,13 +997,13 @@ def arithmetic_task() -> Task:
 
 
 # %% [markdown]
-# The second kind of task is not ours. The package reasoning-gym generates problems of about a hundred sorts, each with a
-# program that scores an answer. Three details turn a generator and a scorer into a task.
+# The second kind of task is not ours. The package reasoning-gym generates problems of about a hundred sorts, each
+# with a program that scores an answer. Three details turn a generator and a scorer into a task.
 #
-# **The split.** Problem number $i$ of a dataset with seed $s$ is drawn from a generator seeded with $s+i$. So the datasets
-# with seeds 0 and 1 are *the same problems*, shifted by one. Training on one and measuring on the other measures memory.
-# We draw seeds that are far apart, and then remove from the training side every prompt that is also held out, because a
-# small problem space repeats itself whatever the seed.
+# **The split.** Problem number $i$ of a dataset with seed $s$ is drawn from a generator seeded with $s+i$. So the
+# datasets with seeds 0 and 1 are *the same problems*, shifted by one. Training on one and measuring on the other
+# measures memory. We draw seeds that are far apart, and then remove from the training side every prompt that is also
+# held out, because a small problem space repeats itself whatever the seed.
 
 # %%
 if importlib.util.find_spec("reasoning_gym"):
@@ -1029,9 +1041,10 @@ def generate_problems(dataset: str, stream: str, seed: int, size: int, settings:
 
 
 def disjoint(train, heldout, shown) -> tuple[dict[str, dict], dict[str, dict]]:
-    """The problems to train on and the held-out ones, by question; no question is on two of the three sides (section 15).
+    """The problems to train on and the held-out ones, by question (section 15).
 
-    Each question is there once. At most a quarter of the different ones is held out.
+    No question is on two of the three sides, and each is there once. At most a quarter of the different ones is held
+    out.
     """
     taken = {entry["question"] for entry in shown}
     train, heldout = (
@@ -1042,13 +1055,13 @@ def disjoint(train, heldout, shown) -> tuple[dict[str, dict], dict[str, dict]]:
 
 
 # %% [markdown]
-# **The answer inside the completion.** A model that was asked to think writes more than its answer. We ask for the answer
-# between `<answer>` and `</answer>`, take the text after the last opening tag, and the whole completion where there is
-# none. Many of the scorers give part of the reward when the right answer occurs somewhere in a longer text, so short
-# answers without tags still have something to climb.
+# **The answer inside the completion.** A model that was asked to think writes more than its answer. We ask for the
+# answer between `<answer>` and `</answer>`, take the text after the last opening tag, and the whole completion where
+# there is none. Many of the scorers give part of the reward when the right answer occurs somewhere in a longer text,
+# so short answers without tags still have something to climb.
 #
-# **A scorer that trips.** Some of the scorers raise an exception on a malformed answer. That answer was wrong: reward 0,
-# not the end of the run. Unless the scorer trips over its own right answer too; then it is broken, and we say so.
+# **A scorer that trips.** Some of the scorers raise an exception on a malformed answer. That answer was wrong: reward
+# 0, not the end of the run. Unless the scorer trips over its own right answer too; then it is broken, and we say so.
 
 
 # %% tags=["export:tasks"]
@@ -1077,15 +1090,15 @@ def reasoning_gym_reward(score_answer: Callable) -> RewardFunction:
 
 
 # %% [markdown]
-# **Models that were never taught to answer.** A base model continues text; it does not follow instructions. Shown a few
-# solved problems first, it continues the pattern. `shots` puts that many solved problems in front of each question, drawn
-# from a stream of their own and kept out of both sides of the split; an empty line ends an answer. For a model with a chat
-# template leave it at 0.
+# **Models that were never taught to answer.** A base model continues text; it does not follow instructions. Shown a
+# few solved problems first, it continues the pattern. `shots` puts that many solved problems in front of each
+# question, drawn from a stream of their own and kept out of both sides of the split; an empty line ends an answer.
+# For a model with a chat template leave it at 0.
 
 
 # %% tags=["export:tasks"]
 def ask(question: str, shown) -> str:
-    """A prompt: the question after the problems ``shown`` with their answers, or with a request for tags (section 15)."""
+    """A prompt: the question after the ``shown`` problems with their answers, or with a request for tags (section 15)."""
     if not shown:
         return f"{question.strip()}\n\nWrite the final answer between <answer> and </answer>."
     solved = [f"Question: {entry['question'].strip()}\nAnswer: {entry['answer']}\n\n" for entry in shown]
@@ -1098,9 +1111,9 @@ def reasoning_gym_task(
     """A dataset of reasoning-gym (Stojanovski et al., 2025) as a task (section 15).
 
     ``seed`` chooses the problems. Both sizes are upper bounds: repeated questions are dropped, at most a quarter of the
-    different ones is held out, and what is held out or shown is not trained on. ``shots`` solved problems come before each question; with 0 the question asks for tags.
-    ``settings`` go to the dataset. Raises ImportError without the package, and ValueError for an unknown dataset or
-    setting, and when no problem is left on one side.
+    different ones is held out, and what is held out or shown is not trained on. ``shots`` solved problems come before
+    each question; with 0 the question asks for tags. ``settings`` go to the dataset. Raises ImportError without the
+    package, and ValueError for an unknown dataset or setting, and when no problem is left on one side.
     """
     known = reasoning_gym_datasets()
     if dataset not in known:
@@ -1121,9 +1134,9 @@ def reasoning_gym_task(
 #
 # Countdown is the small task on which reasoning has often been shown: make 10 from 2, 3 and 4, each used once. Here a
 # scorer that only compares the value pays for `5+5`, and for `10`. The rules belong to the score: the numbers of the
-# expression must be the given ones, each as often as given. And the expression comes from the policy, so it is not handed to
-# Python's `eval`: we parse it, and compute the four operations ourselves, in fractions. Whatever cannot be parsed is simply
-# not a solution.
+# expression must be the given ones, each as often as given. And the expression comes from the policy, so it is not
+# handed to Python's `eval`: we parse it, and compute the four operations ourselves, in fractions. Whatever cannot be
+# parsed is simply not a solution.
 
 
 # %% tags=["export:tasks"]
@@ -1151,7 +1164,7 @@ def expression_value(expression: str) -> tuple[Fraction, list[int]]:
 
 
 def countdown_reward(prompts, completions, numbers: list, target: list, **columns) -> list[float]:
-    """1.0 where the answer is an expression that uses each of the ``numbers`` exactly once and makes ``target`` (section 15)."""
+    """1.0 where the answer uses each of the ``numbers`` exactly once and makes ``target``, else 0.0 (section 15)."""
     return [float(is_solution(*row)) for row in zip(completions, numbers, target, strict=True)]
 
 
@@ -1171,9 +1184,9 @@ for text in ("5+5", "10", "2*3+4+0", "2*3+4*3/3", "2**3+4", "23-4", "1/0", "", N
     assert not is_solution(text, [2, 3, 4], 10), text
 
 # %% [markdown]
-# Problems are made backwards, so that each has a solution: draw the numbers, join two at random until one is left, and call
-# that the target. Two problems with the same numbers in another order are the same problem; if one is trained on and the
-# other held out, memory is measured again. So the numbers are sorted before problems are compared.
+# Problems are made backwards, so that each has a solution: draw the numbers, join two at random until one is left,
+# and call that the target. Two problems with the same numbers in another order are the same problem; if one is
+# trained on and the other held out, memory is measured again. So the numbers are sorted before problems are compared.
 
 
 # %% tags=["export:tasks"]
@@ -1208,12 +1221,13 @@ def countdown_task(
 ) -> Task:
     """Make ``target`` from ``numbers`` numbers, each used once (section 15).
 
-    ``seed``, the sizes and ``shots`` are as in `reasoning_gym_task`. The numbers go up to ``largest``, targets to ``highest``. Raises
-    ValueError for sizes without problems.
+    ``seed``, the sizes and ``shots`` are as in `reasoning_gym_task`. The numbers go up to ``largest``, targets to
+    ``highest``. Raises ValueError for sizes without problems.
     """
     if not (numbers >= 2 and 1 <= largest <= highest):
         raise ValueError(
-            f"countdown with numbers={numbers}, largest={largest}, highest={highest}; take numbers of at least 2, 1 ≤ largest ≤ highest"
+            f"countdown with numbers={numbers}, largest={largest}, highest={highest}; "
+            "take numbers of at least 2, 1 ≤ largest ≤ highest"
         )
     rng = random.Random(f"countdown {seed}")
     drawn = [countdown_problem(rng, numbers, largest, highest) for _ in range(2 * (train_size + heldout_size) + shots)]
@@ -1235,12 +1249,12 @@ assert is_solution(entry["answer"], entry["numbers"], entry["target"])
 # %% [markdown]
 # ## Your own problems
 #
-# The most common task is a file: a JSON object per line, with a `prompt`, an `answer`, and whatever else a reward function
-# wants to know. A file of many thousand lines has a broken one, so errors name the line. No line is skipped quietly: the
-# run would then train on something else than its user thinks.
+# The most common task is a file: a JSON object per line, with a `prompt`, an `answer`, and whatever else a reward
+# function wants to know. A file of many thousand lines has a broken one, so errors name the line. No line is skipped
+# quietly: the run would then train on something else than its user thinks.
 #
-# What is held out is decided by a hash of the prompt, not by a random draw: the same prompts stay held out when the file is
-# sorted, when lines are added, and in every run. A prompt that occurs twice is on one side.
+# What is held out is decided by a hash of the prompt, not by a random draw: the same prompts stay held out when the
+# file is sorted, when lines are added, and in every run. A prompt that occurs twice is on one side.
 
 
 # %% tags=["export:tasks"]
@@ -1288,8 +1302,8 @@ def examples_of(rows: list[tuple[str, dict]], prompt: str, answer: str) -> list[
 
 
 # %% [markdown]
-# Which reward? If each answer is a number, or has the mark `####` of GSM8K, numbers are compared; otherwise texts. Any other reward
-# can be named.
+# Which reward? If each answer is a number, or has the mark `####` of GSM8K, numbers are compared; otherwise texts.
+# Any other reward can be named.
 
 
 # %% tags=["export:tasks"]
@@ -1322,10 +1336,10 @@ def rows_task(
 ) -> Task:
     """A task of rows with their places, as `read_jsonl` returns them (section 15).
 
-    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out and
-    removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the prompt alone,
-    at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for rows as
-    `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
+    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out
+    and removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the
+    prompt alone, at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for
+    rows as `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
     """
     examples = examples_of(rows, prompt, answer)
     if not 0 < heldout_fraction < 1:
@@ -1344,7 +1358,7 @@ def rows_task(
 
 
 def jsonl_task(path: str, *, heldout: str | None = None, **settings) -> Task:
-    """The JSONL file at ``path`` as a task, with the file ``heldout`` held out if given; the rest as `rows_task` (section 15)."""
+    """The JSONL file ``path`` as a task, the file ``heldout`` held out if given; the rest as `rows_task` (section 15)."""
     heldout_rows = None if heldout is None else read_jsonl(heldout)
     return rows_task(f"jsonl:{path}", read_jsonl(path), heldout_rows, **settings)
 
@@ -1370,17 +1384,19 @@ assert task.reward is number_match and task.train[0].columns.keys() == {"answer"
 assert heldout_prompts <= {example.prompt for example in later.heldout} and "line 4: not JSON" in refusal
 
 # %% [markdown]
-# Data sets of Hugging Face come the same way, when the package `datasets` is installed: by their name, or from a folder.
+# Data sets of Hugging Face come the same way, when the package `datasets` is installed: by their name, or from a
+# folder.
 
 
 # %% tags=["export:tasks"]
 def datasets_task(
     path: str, *, config: str | None = None, split: str = "train", heldout: str | None = None, **settings
 ) -> Task:
-    """The data set at ``path``, a folder that ``save_to_disk`` wrote or what ``load_dataset`` takes, as a task (section 15).
+    """A data set of Hugging Face as a task (section 15).
 
-    ``split`` is trained on, the split ``heldout`` is held out if given; the rest is as in `rows_task`. Raises ImportError
-    without the package datasets, and ValueError when it cannot load them.
+    ``path`` is a folder that ``save_to_disk`` wrote, or what ``load_dataset`` takes. ``split`` is trained on, the split
+    ``heldout`` is held out if given; the rest is as in `rows_task`. Raises ImportError without the package datasets,
+    and ValueError when it cannot load them.
     """
     try:
         import datasets
@@ -1405,9 +1421,10 @@ def datasets_task(
 # %% [markdown]
 # ## A task by name
 #
-# A task is named by one string, so that it fits on a command line: `arithmetic`, `countdown`, `reasoning_gym:DATASET`, `jsonl:FILE` or
-# `datasets:NAME`, with settings after another colon, as in `reasoning_gym:chain_sum:max_terms=2,max_digits=1,shots=4`. Whatever it
-# is, no prompt may be on both sides, and that is checked here for all of them.
+# A task is named by one string, so that it fits on a command line: `arithmetic`, `countdown`,
+# `reasoning_gym:DATASET`, `jsonl:FILE` or `datasets:NAME`, with settings after another colon, as in
+# `reasoning_gym:chain_sum:max_terms=2,max_digits=1,shots=4`. Whatever it is, no prompt may be on both sides, and that
+# is checked here for all of them.
 
 
 # %% tags=["export:tasks"]
@@ -1436,8 +1453,9 @@ def load_task(name: str, seed: int = 0, **settings) -> Task:
 
     It is "arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE" or "datasets:NAME", with settings as in
     "countdown:numbers=4,largest=20". ``seed`` chooses the problems of the generated ones. ``settings`` are those of
-    `countdown_task`, `reasoning_gym_task`, `jsonl_task` and `datasets_task`; "arithmetic" has none, and always the split of section 1's warm start.
-    Raises ValueError for an unknown name or setting, and for a prompt that is both trained on and held out, and what these functions raise.
+    `countdown_task`, `reasoning_gym_task`, `jsonl_task` and `datasets_task`; "arithmetic" has none, and always the
+    split of section 1's warm start. Raises ValueError for an unknown name or setting, and for a prompt that is both
+    trained on and held out, and what these functions raise.
     """
     kind, _, rest = name.partition(":")
     if kind == "reasoning_gym" and rest:
@@ -1510,20 +1528,20 @@ if importlib.util.find_spec("reasoning_gym"):
 # %% [markdown]
 # ## From the prompt to ids, once
 #
-# A prompt becomes token ids in one place and one time. Two accidents happen when it is done twice. A chat template writes
-# the begin-of-sequence token into the text; tokenising that text as usual puts another one in front. And a file converted
-# from another format may have forgotten to add it at all: then the model answers as if it were somebody else (Gemma 3 270M
-# continues "The capital of France is" with "France. The The The …" when it is missing). So: the template, if there is one,
-# is applied by the tokenizer straight to ids, and the ids begin with exactly one begin-of-sequence token if the tokenizer
-# has such a token.
+# A prompt becomes token ids in one place and one time. Two accidents happen when it is done twice. A chat template
+# writes the begin-of-sequence token into the text; tokenising that text as usual puts another one in front. And a
+# file converted from another format may have forgotten to add it at all: then the model answers as if it were
+# somebody else (Gemma 3 270M continues "The capital of France is" with "France. The The The …" when it is missing).
+# So: the template, if there is one, is applied by the tokenizer straight to ids, and the ids begin with exactly one
+# begin-of-sequence token if the tokenizer has such a token.
 
 
 # %% tags=["export:tasks"]
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
     """The token ids of a prompt: a text, as a user's turn if the tokenizer has a chat template, or turns (section 15).
 
-    They begin with exactly one begin-of-sequence token if the tokenizer defines one. Raises ValueError for a text that the
-    tokenizer cannot encode, for an empty one, and for turns without a chat template.
+    They begin with exactly one begin-of-sequence token if the tokenizer defines one. Raises ValueError for a text that
+    the tokenizer cannot encode, for an empty one, and for turns without a chat template.
     """
     try:
         if tokenizer.chat_template is None and isinstance(prompt, str):
@@ -1563,8 +1581,8 @@ def drop_long_prompts(task: Task, tokenizer, max_prompt_length: int) -> tuple[Ta
     if not all(kept):
         longest = max(len(encode_prompt(tokenizer, e.prompt)) for side in sides for e in side)
         raise ValueError(
-            f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out (the longest has {longest}); "
-            "raise max_prompt_length"
+            f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out "
+            f"(the longest has {longest}); raise max_prompt_length"
         )
     return replace(task, train=kept[0], heldout=kept[1]), sum(map(len, sides)) - sum(map(len, kept))
 
@@ -1579,14 +1597,14 @@ assert drop_long_prompts(longer, tokenizer, max_prompt_length=7) == (task, 1)
 # %% [markdown]
 # ## When nobody can write the reward down
 #
-# "Is this a good answer?" has no program. What people can do is choose: shown two answers to one prompt, they say which is
-# better, and not always the same. The usual model of such choices (Bradley and Terry, 1952) gives each answer $y$ a number
-# $R(y)$, and the first of two is preferred with probability
+# "Is this a good answer?" has no program. What people can do is choose: shown two answers to one prompt, they say
+# which is better, and not always the same. The usual model of such choices (Bradley and Terry, 1952) gives each
+# answer $y$ a number $R(y)$, and the first of two is preferred with probability
 #
 # $$P(y_1 \succ y_2) = \sigma\big(R(y_1) - R(y_2)\big), \qquad \sigma(u) = \frac{1}{1 + e^{-u}} .$$
 #
-# A **reward model** is a function $\hat R$ with parameters, fitted by maximum likelihood. For a chosen answer $y_w$ and a
-# rejected one $y_l$ it pays
+# A **reward model** is a function $\hat R$ with parameters, fitted by maximum likelihood. For a chosen answer $y_w$
+# and a rejected one $y_l$ it pays
 #
 # $$\ell = -\log \sigma\big(\hat R(y_w) - \hat R(y_l)\big) .$$
 
@@ -1605,22 +1623,22 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# Only differences occur. If $\hat R$ fits, so does $\hat R + c$: the level of a reward, one constant per prompt, is not in the
-# data. For training that does not matter, because a baseline removes it (section 6).
+# Only differences occur. If $\hat R$ fits, so does $\hat R + c$: the level of a reward, one constant per prompt, is
+# not in the data. For training that does not matter, because a baseline removes it (section 6).
 #
-# **Claim 15.1.** Apart from that constant, the comparisons determine the reward. Take all 27 answers of a small tree, a
-# known $R$ for each, and for every pair the probability with which it is won. Then $\hat R$ is a table of 27 numbers, the
-# loss is convex in them, and Newton's method finds the minimum: its gradient for answer $i$ is the number of wins that it
-# expects minus the number that it has.
+# **Claim 15.1.** Apart from that constant, the comparisons determine the reward. Take all 27 answers of a small tree,
+# a known $R$ for each, and for every pair the probability with which it is won. Then $\hat R$ is a table of 27
+# numbers, the loss is convex in them, and Newton's method finds the minimum: its gradient for answer $i$ is the
+# number of wins that it expects minus the number that it has.
 
 
 # %% tags=["export:reward_model"]
 def bradley_terry_scores(wins: Tensor, ridge: float = 0.0, steps: int = 100) -> Tensor:
     """The most likely score of each of N answers, ``[N]`` float64 with mean 0 (section 15).
 
-    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the squared scores is
-    added to the loss. Raises ValueError when Newton's method does not arrive: without a ridge there is no minimum if
-    some answers won all of their comparisons with the others.
+    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the
+    squared scores is added to the loss. Raises ValueError when Newton's method does not arrive: without a ridge there
+    is no minimum if some answers won all of their comparisons with the others.
     """
     wins = wins.double().fill_diagonal_(0)
     scores = torch.zeros(len(wins), dtype=torch.float64)
@@ -1656,10 +1674,10 @@ assert slope.abs().max() < 1e-10
 assert eigenvalues[0].abs() < 1e-10 < 0.1 < eigenvalues[1]  # one flat direction: the constant
 
 # %% [markdown]
-# That was with every pair compared infinitely often. In truth there are some thousand comparisons, of answers that the
-# reference policy wrote. What it rarely writes is rarely compared, and what is rarely compared is rarely known. Here the
-# comparisons are drawn: two answers from the policy, the winner by Bradley–Terry. A small ridge keeps the answers that
-# were never compared at zero.
+# That was with every pair compared infinitely often. In truth there are some thousand comparisons, of answers that
+# the reference policy wrote. What it rarely writes is rarely compared, and what is rarely compared is rarely known.
+# Here the comparisons are drawn: two answers from the policy, the winner by Bradley–Terry. A small ridge keeps the
+# answers that were never compared at zero.
 
 
 # %% tags=["export:figures"]
@@ -1681,7 +1699,7 @@ def fit_to_comparisons(count: int, probabilities: torch.Tensor, rewards: torch.T
     ax.scatter(rewards[never], (scores + shift)[never], s=30, marker="x", color=COLORS["error"])
     ax.set(xlabel="true reward", ylabel="fitted reward", xlim=(-1.6, 6.6), ylim=(-4.5, 7.5))
     ax.text(5.2, 6.0, "fitted = true", color=COLORS["reference"], ha="right")
-    ax.text(-1.4, 6.6, f"{count} comparisons, {int(never.sum())} answers never compared (crosses)", color="black")
+    ax.text(-1.4, 6.6, f"{count} comparisons; never compared (crosses): {int(never.sum())}", color="black")
     ax.text(6.5, -4.1, "area: probability under the reference", color=COLORS["reward"], ha="right")
     fig.set_layout_engine(None)
     fig.subplots_adjust(left=0.09, right=0.98, bottom=0.15, top=0.97)
@@ -1692,14 +1710,14 @@ def fit_to_comparisons(count: int, probabilities: torch.Tensor, rewards: torch.T
 reference = leaf_probabilities(answers_tree).detach()
 show(
     fit_to_comparisons(1000, reference, true_rewards),
-    caption="What the reference often writes is judged well; the small dots, which it hardly writes, lie where they please.",
+    caption="What the reference often writes is judged well; what it hardly writes (small dots) lies where it pleases.",
     alt="Fitted against true rewards of 27 answers after 1000 comparisons. Large dots lie on the diagonal; small ones scatter "
     "up to two units around it.",
 )
 
 # %% [markdown]
-# Drag the number of comparisons: from 30 to 3,000 the large dots settle on the line, and the small ones go on jumping when
-# the people are drawn anew.
+# Drag the number of comparisons: from 30 to 3,000 the large dots settle on the line, and the small ones go on jumping
+# when the people are drawn anew.
 
 # %%
 explore(
@@ -1717,7 +1735,7 @@ explore(
 
 # %% tags=["export:reward_model"]
 def build_reward_model(policy, tokenizer):
-    """A sequence classifier with one label on a copy of ``policy``'s trunk, its head at zero, in eval mode (section 15).
+    """A sequence classifier with one label on a copy of ``policy``'s trunk, its head at zero (section 15).
 
     Saved with ``save_pretrained``, beside the tokenizer, it is a folder for `load_reward_model` and `ModelReward`.
     Raises ValueError if transformers has no sequence classifier of this architecture.
@@ -1732,7 +1750,7 @@ def build_reward_model(policy, tokenizer):
 
 
 def reward_inputs(tokenizer, prompts: list, completions: list[str]) -> tuple[Tensor, Tensor]:
-    """Prompt, completion and end of sequence as ids int64 and mask bool ``[B, L]``, padded on the right (section 15)."""
+    """Prompt, completion and EOS as ids int64 and mask bool ``[B, L]``, padded on the right (section 15)."""
     rows = [
         [
             *encode_prompt(tokenizer, prompt),
@@ -1754,8 +1772,8 @@ def reward_scores(model, ids: Tensor, mask: Tensor) -> Tensor:
 class ModelReward:
     """A reward function: the score that the reward model in ``folder`` gives to prompt and completion (section 15).
 
-    The folder holds a sequence classifier with one label and its tokenizer, which need not be the policy's. ``batch_size``
-    texts are scored at a time. Raises as `load_tokenizer` and `load_reward_model` (section 12).
+    The folder holds a sequence classifier with one label and its tokenizer, which need not be the policy's.
+    ``batch_size`` texts are scored at a time. Raises as `load_tokenizer` and `load_reward_model` (section 12).
     """
 
     __name__ = "model_reward"
@@ -1776,10 +1794,11 @@ class ModelReward:
 
 
 # %% [markdown]
-# Small and real. Section 1's policy writes two answers to each of some additions, at temperature 1.5, so that they differ. The
-# people who compare them have a taste that can be written down, so that we can look behind the reward model: they like large
-# digits, $R$ is 4 times the mean digit divided by 9, and what is not a number of one to three digits is worth 0 to them. They
-# choose by Bradley–Terry. Six reward models are trained on 100 choices each, and one on 1,000.
+# Small and real. Section 1's policy writes two answers to each of some additions, at temperature 1.5, so that they
+# differ. The people who compare them have a taste that can be written down, so that we can look behind the reward
+# model: they like large digits, $R$ is 4 times the mean digit divided by 9, and what is not a number of one to three
+# digits is worth 0 to them. They choose by Bradley–Terry. Six reward models are trained on 100 choices each, and one
+# on 1,000.
 
 
 # %% tags=["demo"]
@@ -1830,9 +1849,7 @@ for comparisons, steps, seed in [*((100, 40, seed) for seed in range(6)), (1000,
         judged.append(reward_scores(judge, *inputs).view(-1, 64))
     apart, worth_apart = (x - x.mean(1, keepdim=True) for x in (judged[-1], worth))
     agreement = (apart * worth_apart).sum() / (apart.norm() * worth_apart.norm())
-    print(
-        f"{comparisons:4} comparisons: correlation with the taste, among answers to one held-out prompt, {agreement:.2f}"
-    )
+    print(f"{comparisons:4} comparisons: correlation with the taste, among answers to one prompt, {agreement:.2f}")
 assert agreement > 0.5
 
 # %% [markdown]
@@ -1841,16 +1858,17 @@ assert agreement > 0.5
 # ## Optimising what was learned
 #
 # The simplest optimiser needs no gradient: write $n$ answers and keep the one that the reward model likes best
-# (**best of $n$**). How far that is from the reference is known: $\mathrm{KL} \le \log n - (n-1)/n$. With 64 answers to each prompt the
-# mean over all choices of $n$ among them can be computed: sorted by score, the answer of rank $k$ is the best of $n$ in
-# $\binom{k-1}{n-1}$ of the $\binom{64}{n}$ choices.
+# (**best of $n$**). How far that is from the reference is known: $\mathrm{KL} \le \log n - (n-1)/n$. With 64 answers
+# to each prompt the mean over all choices of $n$ among them can be computed: sorted by score, the answer of rank $k$
+# is the best of $n$ in $\binom{k-1}{n-1}$ of the $\binom{64}{n}$ choices.
 
 
 # %% tags=["export:reward_model"]
 def best_of(n: int, scores: Tensor, rewards: Tensor) -> Tensor:
-    """Expected reward of the answer with the highest score among n of K, ``[B]`` float64, for ``[B, K]`` each (section 15).
+    """Expected reward of the highest score among n of K answers, ``[B]`` float64, for ``[B, K]`` each (section 15).
 
-    The mean over all choices of n among the K answers. Equal scores are ordered by position. Raises ValueError unless 1 ≤ n ≤ K.
+    The mean over all choices of n among the K answers. Equal scores are ordered by position. Raises ValueError unless 1
+    ≤ n ≤ K.
     """
     count = scores.shape[1]
     if not 1 <= n <= count:
@@ -1896,25 +1914,27 @@ print(f"{curves[:-1, -1].mean():.2f} by 100; {turned.sum()} of 6 are past their 
 assert turned.any() and curves[:-1, -1].mean() < curves[-1, -1] - 0.1 and (curves[:-1].amax(1) > curves[0, 0]).all()
 
 # %% [markdown]
-# A reward model is right on average and wrong somewhere, and choosing the best of many is a search for where it is wrong: odd
-# answers, which it has hardly seen and scores by accident. The highest score goes to the luckiest error. More comparisons move the
-# turn further out; that there is one, for some amount of search, they do not change. This is a second meaning of section 9's
-# limit on the KL. There it kept the gradient estimate honest. Here it keeps the policy where the reward was measured.
+# A reward model is right on average and wrong somewhere, and choosing the best of many is a search for where it is
+# wrong: odd answers, which it has hardly seen and scores by accident. The highest score goes to the luckiest error.
+# More comparisons move the turn further out; that there is one, for some amount of search, they do not change. This
+# is a second meaning of section 9's limit on the KL. There it kept the gradient estimate honest. Here it keeps the
+# policy where the reward was measured.
 #
-# **Claim 15.2.** The gradual version is exact. Maximising $\mathbb{E}[\hat R] - \beta\,\mathrm{KL}(\pi \| \pi_{\text{ref}})$ has the
-# solution
+# **Claim 15.2.** The gradual version is exact. Maximising $\mathbb{E}[\hat R] - \beta\,\mathrm{KL}(\pi \|
+# \pi_{\text{ref}})$ has the solution
 #
 # $$\pi_\beta(y) = \frac{1}{Z}\,\pi_{\text{ref}}(y)\, e^{\hat R(y) / \beta}, \qquad Z = \sum_y \pi_{\text{ref}}(y)\,e^{\hat R(y)/\beta},$$
 #
-# because $\mathbb{E}_\pi[\hat R] - \beta\,\mathrm{KL}(\pi\|\pi_{\text{ref}}) = \beta \log Z - \beta\,\mathrm{KL}(\pi \| \pi_\beta)$, and a KL is
-# zero only between equals. A large $\beta$ stays at the reference; as $\beta \to 0$ only the highest score is left.
+# because $\mathbb{E}_\pi[\hat R] - \beta\,\mathrm{KL}(\pi\|\pi_{\text{ref}}) = \beta \log Z - \beta\,\mathrm{KL}(\pi
+# \| \pi_\beta)$, and a KL is zero only between equals. A large $\beta$ stays at the reference; as $\beta \to 0$ only
+# the highest score is left.
 
 
 # %% tags=["export:reward_model"]
 def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float) -> Tensor:
-    """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref): two ``[..., N]`` → ``[..., N]`` (section 15).
+    """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref) (section 15).
 
-    N are all the answers; at least float32. Raises ValueError unless β > 0.
+    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Raises ValueError unless β > 0.
     """
     if not beta > 0:
         raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
@@ -1932,8 +1952,9 @@ for seed in range(5):
     assert abs(value - 0.7 * (log_z - kl_exact(other, best))) < 1e-10
 
 # %% [markdown]
-# Four answers are enough to see it go wrong. The reference writes them with probabilities .6, .3, .0999 and .0001; they are worth
-# 0, .5, 1 and 0. The reward model is exact for the first three. The fourth, which nobody ever saw, it scores with 1.5.
+# Four answers are enough to see it go wrong. The reference writes them with probabilities .6, .3, .0999 and .0001;
+# they are worth 0, .5, 1 and 0. The reward model is exact for the first three. The fourth, which nobody ever saw, it
+# scores with 1.5.
 
 # %%
 ref = torch.tensor([0.6, 0.3, 0.0999, 0.0001], dtype=torch.float64)
@@ -1992,10 +2013,11 @@ def over_optimisation(ref: torch.Tensor, true: torch.Tensor, learned: torch.Tens
         color=COLORS["error"],
     )
     ax.annotate(
-        f"what it is: best at KL {kl[peak]:.2f}",
+        f"what it is:\nbest at KL {kl[peak]:.2f}",
         (kl[peak], true_path[peak]),
-        xytext=(0, -16),
+        xytext=(0, -48),
         textcoords="offset points",
+        ha="center",
         color=COLORS["reward"],
     )
     ax.set(
@@ -2013,13 +2035,15 @@ def over_optimisation(ref: torch.Tensor, true: torch.Tensor, learned: torch.Tens
 show(
     over_optimisation(ref, true, learned),
     caption="Up to two nats the learned reward is a good guide. Beyond, every further gain of it is a loss.",
-    alt="Learned and true reward rise together to 0.93 at a KL of two nats. From four nats on the learned reward rises to 1.5 "
-    "and the true one falls to zero.",
+    alt="Learned and true reward rise together to 0.93 at a KL of two nats. From there the learned reward rises on to 1.5 and "
+    "the true one falls to zero, at nine nats.",
 )
 
 # %% [markdown]
-# Move the score of the unseen answer below 1 and the fall is gone; make the answer less likely and it comes later, but it comes. The
-# KL at which the true reward turns is about $-\log \pi_{\text{ref}}$ of the mistake: rarer mistakes allow more optimisation.
+# Move the score of the unseen answer below 1, and nothing falls. Make the answer rarer, and the fall is slower: it
+# begins at about $-\log 0.1 = 2.3$ nats, where only the best of the known answers is left, and ends where only the
+# mistake is left, at $-\log\pi_{\text{ref}}$ of it, here 9.2 nats. The rarer a mistake, the more optimisation it
+# takes to find it.
 
 
 # %% tags=["demo"]
@@ -2037,8 +2061,9 @@ explore(
 )
 
 # %% [markdown]
-# Is that what always happens? No. "Optimising a learned reward hard enough makes it worse" is said too generally: in the end the
-# answer with the highest *score* is left, and if that is the best one, nothing falls. With normal errors on all four scores:
+# Is that what always happens? No. "Optimising a learned reward hard enough makes it worse" is said too generally: in
+# the end the answer with the highest *score* is left, and if that is the best one, nothing falls. With normal errors
+# on all four scores:
 
 # %%
 errors = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -2048,14 +2073,14 @@ for size in (0.25, 0.75, 1.5):
     fallen[size] = (paths[:, -1] < paths.amax(1) - 0.01).double().mean().item()
     below = (paths[:, -1] < (ref * true).sum() - 0.01).double().mean()
     print(
-        f"errors of size {size}: past its best in {fallen[size]:.0%} of the cases, worse than the reference in {below:.0%}"
+        f"errors of size {size}: past its best in {fallen[size]:.0%} of the cases, below the reference in {below:.0%}"
     )
 assert fallen[0.25] < 0.15 and 0.26 < fallen[0.75] < 0.34 and fallen[1.5] < 0.5
 
 # %% [markdown]
-# With errors of three quarters of the distance between the best and a worthless answer it is about 30 %. With real answers there are not four but
-# thousands of candidates, and the more there are the surer one of them has a large error: that is what the figure before
-# showed.
+# With errors of three quarters of the distance between the best and a worthless answer it is about 30 %. With real
+# answers there are not four but thousands of candidates, and the more there are the surer one of them has a large
+# error: that is what the figure before showed.
 #
 # ## Without a reward model
 #
@@ -2063,9 +2088,10 @@ assert fallen[0.25] < 0.15 and 0.26 < fallen[0.75] < 0.34 and fallen[1.5] < 0.5
 #
 # $$R(y) = \beta \log \frac{\pi(y)}{\pi_{\text{ref}}(y)} + \beta \log Z .$$
 #
-# The log-probability of a completion, compared with the reference, *is* a reward model, and the unknown constant $\beta\log Z$
-# drops out of every comparison. So insert it into the Bradley–Terry loss and fit the policy itself to the preferences
-# (**direct preference optimisation**, DPO, Rafailov et al., 2023). No sampling, no advantage, no separate model:
+# The log-probability of a completion, compared with the reference, *is* a reward model, and the unknown constant
+# $\beta\log Z$ drops out of every comparison. So insert it into the Bradley–Terry loss and fit the policy itself to
+# the preferences (**direct preference optimisation**, DPO, Rafailov et al., 2023). No sampling, no advantage, no
+# separate model:
 #
 # $$\ell = -\log\sigma\Big(\beta \log\frac{\pi(y_w)}{\pi_{\text{ref}}(y_w)} - \beta\log\frac{\pi(y_l)}{\pi_{\text{ref}}(y_l)}\Big).$$
 
@@ -2077,9 +2103,9 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
-    """β (log π - log π_ref) of whole completions: two ``[B]`` → ``[B]``, a reward up to a constant per prompt (section 15).
+    """β (log π - log π_ref) of whole completions: two ``[B]`` → ``[B]`` (section 15).
 
-    Raises ValueError for other shapes, and unless β > 0.
+    It is a reward up to a constant for each prompt. Raises ValueError for other shapes, and unless β > 0.
     """
     if not beta > 0:
         raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
@@ -2089,8 +2115,8 @@ def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tens
 def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
     """The loss of each comparison, from log-probs of whole completions: four ``[N]`` → ``[N]`` (section 15).
 
-    The gradient goes to the policy's ``chosen`` and ``rejected``. At least float32. Raises ValueError as `implicit_reward`.
-    Rafailov et al., Direct Preference Optimization, 2023.
+    The gradient goes to the policy's ``chosen`` and ``rejected``. At least float32. Raises ValueError as
+    `implicit_reward`. Rafailov et al., Direct Preference Optimization, 2023.
     """
     return bradley_terry_loss(
         implicit_reward(chosen, ref_chosen.detach(), beta), implicit_reward(rejected, ref_rejected.detach(), beta)
@@ -2098,10 +2124,11 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected:
 
 
 # %% [markdown]
-# **Claim 15.3.** With Bradley–Terry's probabilities for all pairs of answers, the DPO loss has its minimum at the very policy that
-# reinforcement learning with this reward and this $\beta$ would end at. On the tree: set the logits of every state so that the
-# completions have the probabilities $\pi_\beta$. The gradient must vanish there, and the Hessian must have no negative direction, and none
-# that is flat but the shifts of all the logits of one state, which change nothing.
+# **Claim 15.3.** With Bradley–Terry's probabilities for all pairs of answers, the DPO loss has its minimum at the
+# very policy that reinforcement learning with this reward and this $\beta$ would end at. On the tree: set the logits
+# of every state so that the completions have the probabilities $\pi_\beta$. The gradient must vanish there, and the
+# Hessian must have no negative direction, and none that is flat but the shifts of all the logits of one state, which
+# change nothing.
 
 
 # %% tags=["demo"]
@@ -2142,9 +2169,9 @@ assert slope.abs().max() < 1e-12 and before.abs().max() > 0.01
 assert eigenvalues[:4].abs().max() < 1e-12 and eigenvalues[4] > 1e-4 and (hessian @ shifts.T).abs().max() < 1e-12
 
 # %% [markdown]
-# So the answer to the question whether a reward model is needed at all: with all pairs, true preferences and a policy that can be
-# anything, no. Each of the three conditions fails in practice. Here is the arithmetic policy again, with 1,024 pairs of a
-# right and a wrong answer of its own, for two values of $\beta$.
+# So the answer to the question whether a reward model is needed at all: with all pairs, true preferences and a policy
+# that can be anything, no. Each of the three conditions fails in practice. Here is the arithmetic policy again, with
+# 1,024 pairs of a right and a wrong answer of its own, for two values of $\beta$.
 
 
 # %% tags=["demo"]
@@ -2228,22 +2255,23 @@ def preference_paths(runs: dict[float, torch.Tensor]) -> Figure:
 # %%
 show(
     preference_paths({beta: path for beta, (path, _) in runs.items()}),
-    caption="In both runs chosen answers win against rejected ones. On the right both become rare, and the policy says something else.",
+    caption="In both runs chosen answers win against rejected ones. On the right both become rare.",
     alt="Two panels of log-ratios over sixty steps. At β = 1 chosen answers rise slightly and rejected ones fall by one nat. At "
     "β = 0.1 both fall by many nats, the rejected ones further.",
 )
 
 # %% [markdown]
-# The loss sees only the difference of the two log-ratios. At $\beta = 0.1$ it asks for a difference of tens of nats, and the
-# cheapest way for a network to get it is to make *both* answers rare, and give their probability to texts that nobody has
-# compared. On the tree this cannot happen at the optimum, because there all texts are compared. A reinforcement learner samples
-# what it now says and is told at once. So the second question was not whether the reward model is needed, but whether
-# new samples are.
+# The loss sees only the difference of the two log-ratios. At $\beta = 0.1$ it asks for a difference of tens of nats,
+# and the cheapest way for a network to get it is to make *both* answers rare, and give their probability to texts
+# that nobody has compared. On the tree this cannot happen at the optimum, because there all texts are compared. A
+# reinforcement learner samples what it now says and is told at once. So the second question was not whether the
+# reward model is needed, but whether new samples are.
 #
 # ## Exercises
 #
-# **1. Predict, then run.** The four answers of claim 15.2, with their reference, true and learned rewards. At three prices $\beta$: is
-# the true reward of $\pi_\beta$ higher than the reference's 0.25? Write three booleans before you compute anything.
+# **1. Predict, then run.** The four answers of claim 15.2, with their reference, true and learned rewards. At three
+# prices $\beta$: is the true reward of $\pi_\beta$ higher than the reference's 0.25? Write three booleans before you
+# compute anything.
 
 # %% tags=["exercise"]
 import torch
@@ -2271,9 +2299,9 @@ assert prediction == [value > 0.25 for value in reached], (
 )
 
 # %% [markdown]
-# **2. A scorer that cannot be cheated.** The task: write a number as a product of primes, as in `2*3*7`. The column `number` holds the
-# numbers. Reward 1.0 for a right factorisation, with spaces allowed and in any order, and 0.0 for everything else that a policy may
-# think of, without an exception.
+# **2. A scorer that cannot be cheated.** The task: write a number as a product of primes, as in `2*3*7`. The column
+# `number` holds the numbers. Reward 1.0 for a right factorisation, with spaces allowed and in any order, and 0.0 for
+# everything else that a policy may think of, without an exception.
 
 # %% tags=["exercise"]
 
@@ -2329,9 +2357,9 @@ for text in wrong + odd:
 assert factor_reward(["", ""], ["13", "13"], number=[13, 26]) == [1.0, 0.0]
 
 # %% [markdown]
-# **3. Find the bug.** Completions have different lengths, so the loss below uses the *mean* log-ratio of their tokens: long answers
-# should not dominate. It trains, and the chosen answers win. The check puts the policy at the exact optimum, where the loss of
-# claim 15.3 has no gradient.
+# **3. Find the bug.** Completions have different lengths, so the loss below uses the *mean* log-ratio of their
+# tokens: long answers should not dominate. It trains, and the chosen answers win. The check puts the policy at the
+# exact optimum, where the loss of claim 15.3 has no gradient.
 
 # %% tags=["exercise"]
 import torch
@@ -2381,17 +2409,18 @@ for seed in range(3):
 # %% [markdown]
 # ## What we have not asked
 #
-# Fourteen sections derived a machine: prompts go in, completions come out, something scores them, the scores become advantages,
-# the advantages a gradient, and a clip and a KL keep the step from destroying what was there. All of it took for granted that the score means
-# something. That was an assumption, and here it has two forms.
+# Fourteen sections derived a machine: prompts go in, completions come out, something scores them, the scores become
+# advantages, the advantages a gradient, and a clip and a KL keep the step from destroying what was there. All of it
+# took for granted that the score means something. That was an assumption, and here it has two forms.
 #
-# Where a checker exists, in arithmetic, in proofs, in code with tests, the reward is a program. It has no errors to be found by
-# optimising harder, except those of its author, of which this section has shown a few. This branch leads to the reasoning models. Its open
-# question is section 13's: does training of this kind teach something new, or does it make reliable what was there?
+# Where a checker exists, in arithmetic, in proofs, in code with tests, the reward is a program. It has no errors to
+# be found by optimising harder, except those of its author, of which this section has shown a few. This branch leads
+# to the reasoning models. Its open question is section 13's: does training of this kind teach something new, or does
+# it make reliable what was there?
 #
-# Where only judgement exists, the reward is an estimate with a region in which it may be believed, and the distance from the reference is
-# the measure of that region. This branch leads to learning from human feedback, and to methods that skip the reward model and
-# inherit its problem in another form. Both branches use the same machine.
+# Where only judgement exists, the reward is an estimate with a region in which it may be believed, and the distance
+# from the reference is the measure of that region. This branch leads to learning from human feedback, and to methods
+# that skip the reward model and inherit its problem in another form. Both branches use the same machine.
 #
-# **What is still missing.** The machine itself, as one program that checks its set-up, survives a crash and says how it is
-# doing: section 16 puts it together.
+# **What is still missing.** The machine itself, as one program that checks its set-up, survives a crash and says how
+# it is doing: section 16 puts it together.

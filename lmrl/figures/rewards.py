@@ -55,7 +55,7 @@ def fit_to_comparisons(count: int, probabilities: torch.Tensor, rewards: torch.T
     ax.scatter(rewards[never], (scores + shift)[never], s=30, marker="x", color=COLORS["error"])
     ax.set(xlabel="true reward", ylabel="fitted reward", xlim=(-1.6, 6.6), ylim=(-4.5, 7.5))
     ax.text(5.2, 6.0, "fitted = true", color=COLORS["reference"], ha="right")
-    ax.text(-1.4, 6.6, f"{count} comparisons, {int(never.sum())} answers never compared (crosses)", color="black")
+    ax.text(-1.4, 6.6, f"{count} comparisons; never compared (crosses): {int(never.sum())}", color="black")
     ax.text(6.5, -4.1, "area: probability under the reference", color=COLORS["reward"], ha="right")
     fig.set_layout_engine(None)
     fig.subplots_adjust(left=0.09, right=0.98, bottom=0.15, top=0.97)
@@ -107,10 +107,11 @@ def over_optimisation(ref: torch.Tensor, true: torch.Tensor, learned: torch.Tens
         color=COLORS["error"],
     )
     ax.annotate(
-        f"what it is: best at KL {kl[peak]:.2f}",
+        f"what it is:\nbest at KL {kl[peak]:.2f}",
         (kl[peak], true_path[peak]),
-        xytext=(0, -16),
+        xytext=(0, -48),
         textcoords="offset points",
+        ha="center",
         color=COLORS["reward"],
     )
     ax.set(
