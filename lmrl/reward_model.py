@@ -48,24 +48,27 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 def bradley_terry_scores(wins: Tensor, ridge: float = 0.0, steps: int = 100) -> Tensor:
     """The most likely score of each of N answers, ``[N]`` float64 with mean 0 (section 15).
 
-    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the
-    squared scores is added to the loss. Raises ValueError when Newton's method does not arrive: without a ridge there
-    is no minimum if some answers won all of their comparisons with the others.
+    ``wins[i, j]``, ``[N, N]``, is how often i was preferred to j; fractions are allowed. ``ridge`` times half the squared
+    scores is added to the loss. Without it there is a minimum only if every answer has won against every other one, directly
+    or through others (Ford, 1957); ValueError if not.
     """
-    wins = wins.double().fill_diagonal_(0)
+    wins = wins.double() * (1 - torch.eye(len(wins), dtype=torch.float64))
+    better = (wins > 0) | torch.eye(len(wins), dtype=torch.bool)
+    for _ in range(len(wins).bit_length()):
+        better = (better.double() @ better.double()) > 0
+    if ridge == 0 and not better.all():
+        raise ValueError("some answers won or lost every comparison with the others; compare more, or give a ridge")
     scores = torch.zeros(len(wins), dtype=torch.float64)
     for _ in range(steps):
         expected = (wins + wins.T) * (scores[:, None] - scores).sigmoid()
         gradient = (expected - wins).sum(1) + ridge * scores
-        if gradient.abs().max() < 1e-12 * (1 + wins.sum()):
-            return scores - scores.mean()
         slopes = expected * (scores - scores[:, None]).sigmoid()
         hessian = torch.diag(slopes.sum(1) + ridge) - slopes
         step = torch.linalg.pinv(hessian, hermitian=True) @ gradient
         scores = scores - step * (2 / step.abs().max()).clamp(max=1)  # not so far that the sigmoids saturate
-    raise ValueError(
-        f"no scores after {steps} steps: some answers won or lost every comparison; compare more, or give a ridge"
-    )
+        if step.abs().max() < 1e-12:
+            break
+    return scores - scores.mean()
 
 
 def build_reward_model(policy, tokenizer):
