@@ -655,6 +655,11 @@ if importlib.util.find_spec("math_verify"):
 #
 # Outside there is a supervisor with the clock. Elsewhere than on Linux, or where the kernel forbids these calls (some
 # containers do), the resource limits remain, and the result says which of the other two walls stood.
+#
+# What is left open, even with both: a hole in the kernel; a service that listens on a socket in the file system, such as
+# Docker's; the mode and the date of your files, which Landlock does not cover; what is installed in /usr and beside
+# Python, which can be read; and for a few seconds all cores, or the disk through many files. Against programs that are
+# wrong this is enough. Where somebody may have taught the policy to attack, take a virtual machine that holds nothing.
 
 
 # %% tags=["export:sandbox"]
