@@ -117,8 +117,6 @@ class PlanConfig(TrainConfig):
     """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along."""
     reward_model: str | None = None
     """A reward model: a folder or config.json, or "same" for one of the policy's size."""
-    use_vllm: bool = False
-    """A vLLM engine on the same GPU."""
     master_weights: bool = False
     """float32 copies of bfloat16 weights for the optimiser."""
     optim: str = "adamw"

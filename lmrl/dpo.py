@@ -7,7 +7,7 @@ Do not edit: change the notebook, then `make export`.
 import torch
 from torch import Tensor
 
-from lmrl.reward_model import bradley_terry_loss
+from lmrl.reward_model import bradley_terry_loss, require_price
 from lmrl.trust_region import log_ratio
 
 __all__ = ["sequence_logprobs", "implicit_reward", "dpo_loss"]
@@ -23,8 +23,7 @@ def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tens
 
     It is a reward up to a constant for each prompt. Raises ValueError for other shapes, and unless β > 0.
     """
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+    require_price(beta)
     return beta * log_ratio(logprobs, ref_logprobs)
 
 

@@ -16,6 +16,7 @@ from lmrl.kernels import launch_fold, launch_gradient, use_kernels
 from lmrl.policy import (
     completion_inputs,
     completion_logits,
+    trunk,
 )
 
 __all__ = [
@@ -42,7 +43,6 @@ __all__ = [
     "FusedTokenLoss",
     "loss_tile_shape",
     "fused_token_loss",
-    "trunk",
     "hidden_states",
     "completion_logprobs",
     "completion_loss",
@@ -66,6 +66,10 @@ class OutputHead:
     def tile(self, columns: slice) -> "OutputHead":
         """The head of the tokens ``columns`` of the vocabulary alone."""
         return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
+
+    def settings(self, temperature: float) -> dict:
+        """The keyword arguments of `fused_logprobs` and `fused_token_loss`: all of the head but its weight."""
+        return {"bias": self.bias, "softcap": self.softcap, "scale": self.scale, "temperature": temperature}
 
 
 def output_head(model) -> OutputHead:
@@ -392,14 +396,6 @@ def fused_token_loss(
     return loss, logprobs, entropy
 
 
-def trunk(model) -> torch.nn.Module:
-    """The model without its output head, which returns hidden states; ValueError if there is none to be found (section 11)."""
-    for part in (model.base_model, getattr(model, "model", None)):  # Llama 4's base_model is the whole model
-        if part is not None and part is not model:
-            return part
-    raise ValueError(f"{type(model).__name__}: neither .base_model nor .model is the network below the output head")
-
-
 def hidden_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor) -> Tensor:
     """What the output head of ``model`` sees for every completion token, ``[B, T, D]`` (section 11).
 
@@ -424,8 +420,7 @@ def completion_logprobs(
     can be differentiated. Errors as in `output_head` and `fused_logprobs`.
     """
     head, hidden = output_head(model), hidden_states(model, prompt_ids, prompt_mask, completion_ids)
-    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    flat = fused_logprobs(hidden[mask], head.weight, completion_ids[mask], **settings)
+    flat = fused_logprobs(hidden[mask], head.weight, completion_ids[mask], **head.settings(temperature))
     return tuple(unflatten(values, mask) for values in flat)
 
 
@@ -444,8 +439,8 @@ def completion_loss(
     ``values[mask]`` of tokens, row by row. Other arguments as in `completion_logprobs`.
     """
     head, hidden = output_head(model), hidden_states(model, prompt_ids, prompt_mask, completion_ids)
-    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    loss, *flat = fused_token_loss(hidden[mask], head.weight, completion_ids[mask], token_loss, **settings)
+    arguments = hidden[mask], head.weight, completion_ids[mask], token_loss
+    loss, *flat = fused_token_loss(*arguments, **head.settings(temperature))
     return loss, *(unflatten(values, mask) for values in flat)
 
 

@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.logprobs import loss_tile_shape
+from lmrl.policy import trunk
 
 __all__ = [
     "OPTIMIZERS",
@@ -112,7 +113,7 @@ def layer_kind(layer: torch.nn.Module) -> tuple:
 
 def decoder_layers(model) -> list[torch.nn.Module]:
     """The layers of a Hugging Face model that gradient checkpointing treats as units, in order (section 12)."""
-    return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in trunk(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 class KeptBytes:
@@ -178,7 +179,7 @@ def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
         counted = KeptBytes(model, layers)
         ids, mask = torch.zeros(1, length, dtype=torch.int64), torch.ones(1, length, dtype=torch.int64)
         with saved_tensors_hooks(counted.pack, lambda tensor: tensor):
-            model.base_model(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1) - 1, use_cache=False)
+            trunk(model)(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1) - 1, use_cache=False)
     added = {}
     for i, kind in enumerate(kinds):
         added[kind] = counted.bytes.get(i, added.get(kind, 0))
@@ -202,7 +203,7 @@ def cache_layers(model) -> tuple[tuple[int, int | None], ...]:
         raise ValueError("its recurrent state is not a key-value cache")
     token = torch.zeros(1, 1, model.get_input_embeddings().embedding_dim, dtype=model.dtype, device="meta")
     with torch.no_grad():
-        cache = getattr(model.base_model(inputs_embeds=token, use_cache=True), "past_key_values", None)
+        cache = getattr(trunk(model)(inputs_embeds=token, use_cache=True), "past_key_values", None)
     if not all(torch.is_tensor(getattr(layer, "keys", None)) for layer in getattr(cache, "layers", [None])):
         raise ValueError("its state is not a key-value cache")
     return tuple(
@@ -262,7 +263,7 @@ def shape_of(config, dtype: torch.dtype) -> ModelShape:
         dtype=dtype,
         parameters=parameter_count(model),
         tensors=len(list(model.parameters())),
-        trunk_parameters=parameter_count(model.base_model),
+        trunk_parameters=parameter_count(trunk(model)),
         outside_layers=parameter_count(model) - sum(layers),
         largest_layer=max(layers),
         num_layers=len(layers),

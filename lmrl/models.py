@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from lmrl.policy import trunk
 from lmrl.values import Critic, build_critic
 
 __all__ = [
@@ -208,7 +209,7 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
         source = load_policy(source, dtype=dtype, device=device)
         shared = True  # nobody else has it
     if shared:
-        return disable_dropout(Critic(source.base_model, source.config.get_text_config().hidden_size))
+        return disable_dropout(Critic(trunk(source), source.config.get_text_config().hidden_size))
     return disable_dropout(build_critic(source)).requires_grad_(True)
 
 

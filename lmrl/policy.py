@@ -35,6 +35,7 @@ __all__ = [
     "masked_mean",
     "tempered",
     "completion_inputs",
+    "trunk",
     "completion_logits",
     "gather_logprobs",
     "token_logprobs",
@@ -175,6 +176,14 @@ def completion_inputs(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: T
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
     }
+
+
+def trunk(model) -> torch.nn.Module:
+    """The model without its output head, which returns hidden states; ValueError if there is none to be found (section 1)."""
+    for part in (model.base_model, getattr(model, "model", None)):  # Llama 4's base_model is the whole model
+        if part is not None and part is not model:
+            return part
+    raise ValueError(f"{type(model).__name__}: neither .base_model nor .model is the network below the output head")
 
 
 def completion_logits(

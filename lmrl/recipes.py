@@ -72,6 +72,7 @@ __all__ = [
     "kl_tiles",
     "FusedKL",
     "fused_kl",
+    "states_of_both",
     "completion_kl",
     "completion_loss_with_kl",
     "entropy_slope",
@@ -628,6 +629,13 @@ def fused_kl(
         )
 
 
+def states_of_both(model, reference, texts: tuple[Tensor, Tensor, Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The `hidden_states` of both models at the N tokens of the mask, [N, D] and [N, D'], the second without gradient."""
+    with torch.no_grad():
+        ref_hidden = hidden_states(reference, *texts)[mask]
+    return hidden_states(model, *texts)[mask], ref_hidden
+
+
 def completion_kl(
     model,
     reference,
@@ -641,10 +649,7 @@ def completion_kl(
 
     Arguments as in `completion_logprobs`. Differentiable in the parameters of `model`.
     """
-    texts = prompt_ids, prompt_mask, completion_ids
-    with torch.no_grad():
-        ref_hidden = hidden_states(reference, *texts)[mask]
-    hidden = hidden_states(model, *texts)[mask]
+    hidden, ref_hidden = states_of_both(model, reference, (prompt_ids, prompt_mask, completion_ids), mask)
     return unflatten(fused_kl(hidden, output_head(model), ref_hidden, output_head(reference), temperature), mask)
 
 
@@ -664,12 +669,10 @@ def completion_loss_with_kl(
     For kl_estimator "exact" the weights are beta times `token_weights`, and `token_loss` has no penalty of its own. Returns
     the loss, and log-probs, entropies and KLs, each [B, T] and detached.
     """
-    texts, head = (prompt_ids, prompt_mask, completion_ids), output_head(model)
-    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    with torch.no_grad():
-        ref_hidden = hidden_states(reference, *texts)[mask]
-    hidden = hidden_states(model, *texts)[mask]
-    loss, *flat = fused_token_loss(hidden, head.weight, completion_ids[mask], token_loss, **settings)
+    hidden, ref_hidden = states_of_both(model, reference, (prompt_ids, prompt_mask, completion_ids), mask)
+    head = output_head(model)
+    arguments = hidden, head.weight, completion_ids[mask], token_loss
+    loss, *flat = fused_token_loss(*arguments, **head.settings(temperature))
     kl = fused_kl(hidden, head, ref_hidden, output_head(reference), temperature)
     return loss + (kl_weights[mask] * kl).sum(), *(unflatten(x, mask) for x in (*flat, kl.detach()))
 

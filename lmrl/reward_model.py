@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax, softplus
 from transformers import AutoModelForSequenceClassification
 
 from lmrl.models import disable_dropout, find_device, load_reward_model, load_tokenizer
-from lmrl.policy import pad_right
+from lmrl.policy import pad_right, trunk
 from lmrl.tasks import (
     encode_prompt,
 )
@@ -28,6 +28,7 @@ __all__ = [
     "reward_scores",
     "ModelReward",
     "best_of",
+    "require_price",
     "tilted_logprobs",
     "optimisation_path",
 ]
@@ -81,7 +82,7 @@ def build_reward_model(policy, tokenizer):
     config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
-    model.base_model.load_state_dict(policy.base_model.state_dict())
+    model.base_model.load_state_dict(trunk(policy).state_dict())
     torch.nn.init.zeros_(model.score.weight)
     return disable_dropout(model).to(policy.device)
 
@@ -144,13 +145,18 @@ def best_of(n: int, scores: Tensor, rewards: Tensor) -> Tensor:
     return ordered @ torch.tensor(weights, dtype=torch.float64)
 
 
-def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float) -> Tensor:
+def require_price(beta: float | Tensor) -> None:
+    """ValueError unless the price β of the KL, or each of several, is above 0."""
+    if not torch.all(torch.as_tensor(beta) > 0):
+        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+
+
+def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float | Tensor) -> Tensor:
     """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref) (section 15).
 
-    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Raises ValueError unless β > 0.
+    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Several β broadcast with them. Raises ValueError unless β > 0.
     """
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+    require_price(beta)
     dtype = torch.promote_types(torch.promote_types(ref_logprobs.dtype, rewards.dtype), torch.float32)
     return log_softmax(ref_logprobs.to(dtype) + rewards.to(dtype) / beta, dim=-1)
 
@@ -161,7 +167,7 @@ def optimisation_path(ref: Tensor, true: Tensor, learned: Tensor, betas: Tensor)
     ``ref``, ``true`` and ``learned`` are ``[..., N]`` over all answers, ``betas`` ``[K]`` the prices of the KL.
     """
     ref = ref.log()[..., None, :].expand(*learned.shape[:-1], len(betas), -1)
-    logprobs = (ref + learned[..., None, :] / betas[:, None]).log_softmax(-1)
+    logprobs = tilted_logprobs(ref, learned[..., None, :], betas[:, None])
     probabilities = logprobs.exp()
     means = [(probabilities * rewards[..., None, :]).sum(-1) for rewards in (true, learned)]
     return kl_exact(logprobs, ref), *means

@@ -6,6 +6,7 @@ Do not edit: change the notebook, then `make export`.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 from lmrl.batch import Rollouts, rollouts_from_samples
 from lmrl.policy import complete, pad_left, tempered
 
-__all__ = ["require_fit", "Sampler", "truncate", "row_uniforms", "TorchSampler"]
+__all__ = ["require_fit", "Sampler", "truncate", "prompt_digest", "row_uniforms", "check_sampling", "TorchSampler"]
 
 
 def require_fit(model, prompt_ids: torch.Tensor, max_completion_length: int) -> None:
@@ -64,18 +65,34 @@ def truncate(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: fl
     return logits
 
 
+def prompt_digest(prompt: Sequence[int], seed: int) -> bytes:
+    """32 bytes, as if drawn at random for each prompt and seed (section 11)."""
+    return hashlib.sha256(repr((int(seed), tuple(map(int, prompt)))).encode()).digest()
+
+
 def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_length: int, seed: int) -> torch.Tensor:
     """Random numbers in [0, 1) for ``num_generations`` completions of each prompt, float64 ``[B, T]`` (section 11).
 
     A row depends on seed, prompt, sample index and T alone. The k-th occurrence of a prompt continues its sample index.
     """
     streams, drawn = {}, []
-    for prompt in (tuple(map(int, prompt)) for prompt in prompts):
+    for prompt in map(tuple, prompts):
         if prompt not in streams:
-            digest = hashlib.sha256(repr((int(seed), prompt)).encode()).digest()
-            streams[prompt] = np.random.default_rng(int.from_bytes(digest, "big"))
+            streams[prompt] = np.random.default_rng(int.from_bytes(prompt_digest(prompt, seed), "big"))
         drawn.append(streams[prompt].random((num_generations, max_completion_length)))
     return torch.from_numpy(np.concatenate(drawn))
+
+
+def check_sampling(max_completion_length: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """ValueError for settings with which no sampler can sample (section 11)."""
+    if max_completion_length < 1:
+        raise ValueError(f"max_completion_length is {max_completion_length}; a completion has at least 1 token")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; choose it above 0 (top_k=1 is greedy)")
+    if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(
+            f"top_k {top_k}, top_p {top_p}, min_p {min_p}: choose top_k from 0 (off), top_p in (0, 1] and min_p in [0, 1]"
+        )
 
 
 @dataclass(frozen=True)
@@ -97,17 +114,7 @@ class TorchSampler:
     min_p: float = 0.0
 
     def __post_init__(self):
-        if self.max_completion_length < 1:
-            raise ValueError(
-                f"max_completion_length is {self.max_completion_length}; a completion has at least 1 token"
-            )
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; choose it above 0 (top_k=1 is greedy)")
-        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ValueError(
-                f"top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}: choose top_k from 0 (off), top_p in (0, 1] "
-                "and min_p in [0, 1]"
-            )
+        check_sampling(self.max_completion_length, self.temperature, self.top_k, self.top_p, self.min_p)
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits ``[B, V]`` that are sampled from, in at least float32."""

@@ -480,14 +480,14 @@ def with_settings(name: str, make: Callable[..., Task], *arguments, **settings) 
 
 def unknown_task(name: str) -> str:
     """What to say about a name that is no task's: all kinds, and the nearest names (section 15)."""
-    kinds = ["arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE", "datasets:NAME"]
-    known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum"} | {"jsonl": "jsonl:FILE"}
+    kinds = '"arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE", "datasets:NAME"'
+    known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum", "jsonl": "jsonl:FILE"}
     if importlib.util.find_spec("reasoning_gym"):
         known |= {dataset: f"reasoning_gym:{dataset}" for dataset in reasoning_gym_datasets()}
-    known |= {"countdown": "countdown"}
+    known["countdown"] = "countdown"  # ours, not reasoning-gym's
     near = [known[match] for match in difflib.get_close_matches(name, known)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown task {name!r}: the tasks are {', '.join(f'{chr(34)}{kind}{chr(34)}' for kind in kinds)}{hint}"
+    return f"unknown task {name!r}: the tasks are {kinds}{hint}"
 
 
 def require_no_leak(task: Task) -> None:

@@ -75,6 +75,7 @@ __all__ = [
     "critic_pass",
     "watch_sampler",
     "require_finite",
+    "clip_gradient",
     "generator_for",
     "shuffled_batches",
     "learning_rate_factor",
@@ -84,7 +85,6 @@ __all__ = [
     "Evaluation",
     "evaluate",
     "InterruptRequest",
-    "require_prompts_fit",
     "RunResult",
     "run",
     "free_run_folder",
@@ -393,6 +393,13 @@ def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
         )
 
 
+def clip_gradient(what: str, model, max_norm: float) -> float:
+    """Scale the gradient of ``model`` down to ``max_norm``; its norm before. FloatingPointError if that is not finite."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    require_finite(what, norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
+    return float(norm)
+
+
 def generator_for(seed: int, purpose: str) -> torch.Generator:
     """A CPU generator for one ``purpose`` of a run, independent of the others of the same ``seed`` (section 16)."""
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
@@ -454,8 +461,8 @@ class Trainer:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
         if config.advantage_estimator == "gae" and critic is None:
             raise ValueError('advantage_estimator "gae" needs a critic; pass build_critic(model), or choose "group"')
-        longest = max(task.train + task.heldout, key=lambda example: len(example.prompt))
-        require_fit(model, torch.tensor([encode_prompt(tokenizer, longest.prompt)]), config.max_completion_length)
+        prompt_ids = [encode_prompt(tokenizer, example.prompt) for example in task.train + task.heldout]
+        require_fit(model, pad_left(prompt_ids, tokenizer.pad_token_id)[0], config.max_completion_length)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
         self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
@@ -492,13 +499,15 @@ class Trainer:
         return int(torch.randint(2**31, (), generator=self.sampling))
 
     def gather(self, watch: Stopwatch) -> tuple[list[Example], Rollouts, Rollouts]:
-        """Examples, all rollouts drawn for this step, and those to learn from (groups are examples if they are the same)."""
-        examples, drawn = self.draw(watch)
+        """The examples that the groups number, all rollouts drawn for this step, and those to learn from.
+
+        Groups of several draws number no list of examples, and nothing that goes with dynamic sampling asks for one.
+        """
         if not self.config.dynamic_sampling:
+            examples, drawn = self.draw(watch)
             return examples, drawn, drawn
-        first = iter([drawn])
-        batch = dynamic_sampling(lambda groups: next(first, None) or self.draw(watch)[1], self.prompts)
-        return examples, batch.drawn, batch.rollouts if len(batch.rollouts) else batch.drawn
+        batch = dynamic_sampling(lambda groups: self.draw(watch)[1], self.prompts)
+        return [], batch.drawn, batch.rollouts if len(batch.rollouts) else batch.drawn
 
     def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
         """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
@@ -538,10 +547,9 @@ class Trainer:
                 pieces[i] = (piece, piece_weights)
                 passes.append((metrics, piece.mask))
                 loss += float(piece_loss.detach())
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-            require_finite("the gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
+            norm = clip_gradient("the gradient", self.model, config.max_grad_norm)
             self.optimizer.step()
-            summaries.append({"loss": loss, "grad_norm": float(norm), **summarise(passes)})
+            summaries.append({"loss": loss, "grad_norm": norm, **summarise(passes)})
             if config.advantage_estimator == "gae":
                 summaries[-1] |= self.update_critic(pieces)
         rate = self.schedule.get_last_lr()[0]
@@ -561,8 +569,7 @@ class Trainer:
             loss, metrics = critic_pass(self.critic, piece, weights, self.config)
             loss.backward()
             passes.append((metrics, weights > 0))
-        norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.config.max_grad_norm)
-        require_finite("the critic's gradient", norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
+        clip_gradient("the critic's gradient", self.critic, self.config.max_grad_norm)
         self.critic_optimizer.step()
         return summarise(passes)
 
@@ -637,14 +644,6 @@ class InterruptRequest:
         )
 
 
-def require_prompts_fit(trainer: Trainer) -> None:
-    """ValueError as `require_fit`, for the longest of all prompts, which a run may come to only after hours (section 16)."""
-    task, limit = trainer.task, trainer.config.max_completion_length
-    prompts = [encode_prompt(trainer.tokenizer, example.prompt) for example in task.train + task.heldout]
-    ids, _ = pad_left(prompts, trainer.tokenizer.pad_token_id)
-    require_fit(trainer.model, ids, limit)
-
-
 @dataclass(frozen=True)
 class RunResult:
     """What `run` returns: the folder, held-out results before and after, and whether Ctrl-C ended it early."""
@@ -663,7 +662,6 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
     Hugging Face folder. A step that fails leaves the last checkpoint as it was.
     """
     config = trainer.config
-    require_prompts_fit(trainer)
     before = evaluate(trainer)
     folder = new_run_folder(config)
     (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

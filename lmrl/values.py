@@ -12,7 +12,9 @@ import torch.nn.functional as F
 
 from lmrl.baselines import group_advantages
 from lmrl.policy import (
+    completion_inputs,
     sample,
+    trunk,
 )
 
 __all__ = ["next_chosen", "monte_carlo_outcomes", "Critic", "build_critic", "value_terms", "whiten"]
@@ -92,20 +94,15 @@ class Critic(torch.nn.Module):
 
         Prompts int64 and bool [B, P] are padded on the left, completions int64 [B, T] on the right.
         """
-        attention_mask = torch.cat([prompt_mask, torch.ones_like(completion_ids, dtype=torch.bool)], 1).long()
-        hidden = self.trunk(
-            input_ids=torch.cat([prompt_ids, completion_ids], 1),
-            attention_mask=attention_mask,
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-        ).last_hidden_state[:, prompt_ids.shape[1] - 1 :]
+        inputs = completion_inputs(prompt_ids, prompt_mask, completion_ids)
+        hidden = self.trunk(**inputs, use_cache=False).last_hidden_state[:, prompt_ids.shape[1] - 1 :]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return F.linear(hidden.to(dtype), self.head.weight.to(dtype), self.head.bias.to(dtype)).squeeze(-1)
 
 
 def build_critic(model) -> Critic:
     """A critic with a copy of a causal language model's trunk, in eval mode. `model` is not changed. Section 7."""
-    return Critic(copy.deepcopy(model.base_model), model.config.get_text_config().hidden_size).eval()
+    return Critic(copy.deepcopy(trunk(model)), model.config.get_text_config().hidden_size).eval()
 
 
 def value_terms(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:

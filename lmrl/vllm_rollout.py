@@ -5,7 +5,6 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import copy
-import hashlib
 import logging
 import os
 import random
@@ -27,7 +26,7 @@ from lmrl.policy import (
     pad_left,
     pad_right,
 )
-from lmrl.rollout import TorchSampler
+from lmrl.rollout import check_sampling, prompt_digest
 
 __all__ = [
     "read_completions",
@@ -261,8 +260,8 @@ def prompt_seeds(prompts: list[list[int]], num_generations: int, seed: int) -> l
     """
     following, seeds = {}, []
     for prompt in map(tuple, prompts):
-        digest = hashlib.sha256(repr((seed, prompt)).encode()).digest()
-        seeds.append(following.get(prompt, int.from_bytes(digest[:7], "big")))
+        first = int.from_bytes(prompt_digest(prompt, seed)[:7], "big")
+        seeds.append(following.get(prompt, first))
         following[prompt] = seeds[-1] + num_generations
     return seeds
 
@@ -304,7 +303,7 @@ class VLLMSampler:
             raise ValueError(
                 f"the model is on {model.device}, but the engine takes the first GPU; set CUDA_VISIBLE_DEVICES to choose it"
             )
-        TorchSampler(model, stop_ids, pad_id, max_completion_length, temperature, top_k, top_p, min_p)  # same checks
+        check_sampling(max_completion_length, temperature, top_k, top_p, min_p)
         self.stop_ids, self.pad_id, self.max_completion_length = stop_ids, pad_id, max_completion_length
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.device, self.vocabulary = model.device, model.get_input_embeddings().num_embeddings

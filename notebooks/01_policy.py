@@ -329,6 +329,9 @@ assert masked_mean(torch.tensor([[1.0, 2.0, 3.0], [6.0, float("nan"), 7.0]]), ma
 # must count real tokens, or a row's log-probs would depend on its neighbours in the batch. Padding on the right needs
 # neither: causal attention never looks ahead.
 #
+# What computes the hidden states, below the layer that makes logits of them, is the model's **trunk**; later sections put
+# other heads on it.
+#
 # A **temperature** $\tau$ divides the logits, $z \to z/\tau$. A policy that is sampled at $\tau$ *is* the tempered
 # distribution, so its log-probs must be tempered too: the division happens in this one function, for everyone. (The
 # code says `temperature`. From section 2 on, $\tau$ without a division is a trajectory.)
@@ -348,6 +351,14 @@ def completion_inputs(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: T
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
     }
+
+
+def trunk(model) -> torch.nn.Module:
+    """The model without its output head, which returns hidden states; ValueError if there is none to be found (section 1)."""
+    for part in (model.base_model, getattr(model, "model", None)):  # Llama 4's base_model is the whole model
+        if part is not None and part is not model:
+            return part
+    raise ValueError(f"{type(model).__name__}: neither .base_model nor .model is the network below the output head")
 
 
 def completion_logits(

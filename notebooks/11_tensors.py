@@ -45,7 +45,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -75,6 +75,7 @@ from lmrl.policy import (
     pad_left,
     tempered,
     token_logprobs,
+    trunk,
     warm_start_folder,
 )
 from lmrl.ppo import clipped_surrogate, importance_ratio
@@ -296,16 +297,20 @@ assert torch.allclose(truncate(logits, top_k=2).softmax(-1), torch.tensor([[0.62
 
 
 # %% tags=["export:rollout"]
+def prompt_digest(prompt: Sequence[int], seed: int) -> bytes:
+    """32 bytes, as if drawn at random for each prompt and seed (section 11)."""
+    return hashlib.sha256(repr((int(seed), tuple(map(int, prompt)))).encode()).digest()
+
+
 def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_length: int, seed: int) -> torch.Tensor:
     """Random numbers in [0, 1) for ``num_generations`` completions of each prompt, float64 ``[B, T]`` (section 11).
 
     A row depends on seed, prompt, sample index and T alone. The k-th occurrence of a prompt continues its sample index.
     """
     streams, drawn = {}, []
-    for prompt in (tuple(map(int, prompt)) for prompt in prompts):
+    for prompt in map(tuple, prompts):
         if prompt not in streams:
-            digest = hashlib.sha256(repr((int(seed), prompt)).encode()).digest()
-            streams[prompt] = np.random.default_rng(int.from_bytes(digest, "big"))
+            streams[prompt] = np.random.default_rng(int.from_bytes(prompt_digest(prompt, seed), "big"))
         drawn.append(streams[prompt].random((num_generations, max_completion_length)))
     return torch.from_numpy(np.concatenate(drawn))
 
@@ -315,6 +320,18 @@ def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_
 
 
 # %% tags=["export:rollout"]
+def check_sampling(max_completion_length: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """ValueError for settings with which no sampler can sample (section 11)."""
+    if max_completion_length < 1:
+        raise ValueError(f"max_completion_length is {max_completion_length}; a completion has at least 1 token")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; choose it above 0 (top_k=1 is greedy)")
+    if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(
+            f"top_k {top_k}, top_p {top_p}, min_p {min_p}: choose top_k from 0 (off), top_p in (0, 1] and min_p in [0, 1]"
+        )
+
+
 @dataclass(frozen=True)
 class TorchSampler:
     """Generates with section 1's `complete` from ``model`` itself, any causal model, all rows at once (section 11).
@@ -334,17 +351,7 @@ class TorchSampler:
     min_p: float = 0.0
 
     def __post_init__(self):
-        if self.max_completion_length < 1:
-            raise ValueError(
-                f"max_completion_length is {self.max_completion_length}; a completion has at least 1 token"
-            )
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; choose it above 0 (top_k=1 is greedy)")
-        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ValueError(
-                f"top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}: choose top_k from 0 (off), top_p in (0, 1] "
-                "and min_p in [0, 1]"
-            )
+        check_sampling(self.max_completion_length, self.temperature, self.top_k, self.top_p, self.min_p)
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits ``[B, V]`` that are sampled from, in at least float32."""
@@ -844,6 +851,10 @@ class OutputHead:
     def tile(self, columns: slice) -> "OutputHead":
         """The head of the tokens ``columns`` of the vocabulary alone."""
         return replace(self, weight=self.weight[columns], bias=None if self.bias is None else self.bias[columns])
+
+    def settings(self, temperature: float) -> dict:
+        """The keyword arguments of `fused_logprobs` and `fused_token_loss`: all of the head but its weight."""
+        return {"bias": self.bias, "softcap": self.softcap, "scale": self.scale, "temperature": temperature}
 
 
 def output_head(model) -> OutputHead:
@@ -1373,14 +1384,6 @@ def fused_token_loss(
 
 
 # %% tags=["export:logprobs"]
-def trunk(model) -> torch.nn.Module:
-    """The model without its output head, which returns hidden states; ValueError if there is none to be found (section 11)."""
-    for part in (model.base_model, getattr(model, "model", None)):  # Llama 4's base_model is the whole model
-        if part is not None and part is not model:
-            return part
-    raise ValueError(f"{type(model).__name__}: neither .base_model nor .model is the network below the output head")
-
-
 def hidden_states(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor) -> Tensor:
     """What the output head of ``model`` sees for every completion token, ``[B, T, D]`` (section 11).
 
@@ -1410,8 +1413,7 @@ def completion_logprobs(
     can be differentiated. Errors as in `output_head` and `fused_logprobs`.
     """
     head, hidden = output_head(model), hidden_states(model, prompt_ids, prompt_mask, completion_ids)
-    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    flat = fused_logprobs(hidden[mask], head.weight, completion_ids[mask], **settings)
+    flat = fused_logprobs(hidden[mask], head.weight, completion_ids[mask], **head.settings(temperature))
     return tuple(unflatten(values, mask) for values in flat)
 
 
@@ -1435,8 +1437,8 @@ def completion_loss(
     ``values[mask]`` of tokens, row by row. Other arguments as in `completion_logprobs`.
     """
     head, hidden = output_head(model), hidden_states(model, prompt_ids, prompt_mask, completion_ids)
-    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    loss, *flat = fused_token_loss(hidden[mask], head.weight, completion_ids[mask], token_loss, **settings)
+    arguments = hidden[mask], head.weight, completion_ids[mask], token_loss
+    loss, *flat = fused_token_loss(*arguments, **head.settings(temperature))
     return loss, *(unflatten(values, mask) for values in flat)
 
 
@@ -1504,7 +1506,7 @@ assert (fused - exact).abs().max() < 1e-5 and all((a - b).norm() < 1e-5 * a.norm
 
 # %% [markdown]
 # Claim 11.1, the other half: what the two ways need, measured side by side. Each runs in a process of its own, forward
-# and backward for 4,096 tokens, hidden size 64 and a vocabulary of 16,384, and reports how far its peak memory grew.
+# and backward for 8,192 tokens, hidden size 64 and a vocabulary of 16,384, and reports how far its peak memory grew.
 
 # %%
 program = """
@@ -1513,8 +1515,8 @@ from pathlib import Path
 from lmrl.logprobs import fused_logprobs, fused_token_loss
 from lmrl.policy import gather_logprobs
 
-hidden, weight = torch.randn(4096, 64).requires_grad_(), torch.randn(16384, 64).requires_grad_()
-targets = torch.randint(16384, (4096,))
+hidden, weight = torch.randn(8192, 64).requires_grad_(), torch.randn(16384, 64).requires_grad_()
+targets = torch.randint(16384, (8192,))
 ways = {
     "materialised": lambda h, t: gather_logprobs(h @ weight.T, t).sum(),
     "recomputed": lambda h, t: fused_logprobs(h, weight, t)[0].sum(),
@@ -1534,9 +1536,9 @@ print(peak() - before)
 """
 ways = ("materialised", "recomputed", "at once")
 peaks = {way: int(subprocess.check_output([sys.executable, "-c", program, way])) for way in ways}
-print({way: f"{peak / 2**20:.0f} MiB" for way, peak in peaks.items()}, f"logits: {4096 * 16384 * 4 / 2**20:.0f} MiB")
-assert peaks["materialised"] > 1.9 * 4096 * 16384 * 4
-assert max(peaks["recomputed"], peaks["at once"]) < 0.5 * 4096 * 16384 * 4
+print({way: f"{peak / 2**20:.0f} MiB" for way, peak in peaks.items()}, f"logits: {8192 * 16384 * 4 / 2**20:.0f} MiB")
+assert peaks["materialised"] > 1.9 * 8192 * 16384 * 4
+assert max(peaks["recomputed"], peaks["at once"]) < 0.5 * 8192 * 16384 * 4
 
 # %% [markdown]
 # The materialised way holds the logits, their log-softmax and, going back, a gradient of the same size. What the others

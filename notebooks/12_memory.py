@@ -67,7 +67,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.logprobs import completion_loss, loss_tile_shape
-from lmrl.policy import addition_problems, complete, pad_left, pad_right, token_logprobs, warm_start_folder
+from lmrl.policy import addition_problems, complete, pad_left, pad_right, token_logprobs, trunk, warm_start_folder
 from lmrl.trust_region import kl_k3
 from lmrl.values import Critic, build_critic
 
@@ -250,7 +250,7 @@ def layer_kind(layer: torch.nn.Module) -> tuple:
 
 def decoder_layers(model) -> list[torch.nn.Module]:
     """The layers of a Hugging Face model that gradient checkpointing treats as units, in order (section 12)."""
-    return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in trunk(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 # %% tags=["export"]
@@ -319,7 +319,7 @@ def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
         counted = KeptBytes(model, layers)
         ids, mask = torch.zeros(1, length, dtype=torch.int64), torch.ones(1, length, dtype=torch.int64)
         with saved_tensors_hooks(counted.pack, lambda tensor: tensor):
-            model.base_model(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1) - 1, use_cache=False)
+            trunk(model)(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(1) - 1, use_cache=False)
     added = {}
     for i, kind in enumerate(kinds):
         added[kind] = counted.bytes.get(i, added.get(kind, 0))
@@ -351,7 +351,7 @@ for config in (
     mask[0, :50] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with saved_tensors_hooks(counted.pack, lambda tensor: tensor):
-        real.base_model(input_ids=mask, attention_mask=mask, position_ids=positions, use_cache=False)
+        trunk(real)(input_ids=mask, attention_mask=mask, position_ids=positions, use_cache=False)
     foretold, kept = growth.bytes(3, 200), counted.bytes[None]
     print(f"{config.model_type:12} foretold {foretold / 1e6:7.2f} MB, kept {kept / 1e6:7.2f} MB")
     assert abs(foretold / kept - 1) < 0.01
@@ -387,7 +387,7 @@ def cache_layers(model) -> tuple[tuple[int, int | None], ...]:
         raise ValueError("its recurrent state is not a key-value cache")
     token = torch.zeros(1, 1, model.get_input_embeddings().embedding_dim, dtype=model.dtype, device="meta")
     with torch.no_grad():
-        cache = getattr(model.base_model(inputs_embeds=token, use_cache=True), "past_key_values", None)
+        cache = getattr(trunk(model)(inputs_embeds=token, use_cache=True), "past_key_values", None)
     if not all(torch.is_tensor(getattr(layer, "keys", None)) for layer in getattr(cache, "layers", [None])):
         raise ValueError("its state is not a key-value cache")
     return tuple(
@@ -452,7 +452,7 @@ def shape_of(config, dtype: torch.dtype) -> ModelShape:
         dtype=dtype,
         parameters=parameter_count(model),
         tensors=len(list(model.parameters())),
-        trunk_parameters=parameter_count(model.base_model),
+        trunk_parameters=parameter_count(trunk(model)),
         outside_layers=parameter_count(model) - sum(layers),
         largest_layer=max(layers),
         num_layers=len(layers),
@@ -1331,7 +1331,7 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
         source = load_policy(source, dtype=dtype, device=device)
         shared = True  # nobody else has it
     if shared:
-        return disable_dropout(Critic(source.base_model, source.config.get_text_config().hidden_size))
+        return disable_dropout(Critic(trunk(source), source.config.get_text_config().hidden_size))
     return disable_dropout(build_critic(source)).requires_grad_(True)
 
 
@@ -1396,7 +1396,7 @@ scores = loaded(input_ids=ids, attention_mask=mask.long()).logits
 alone = [loaded(input_ids=torch.tensor([row])).logits[0] for row in texts]
 assert scores.shape == (2, 1) and not scores.requires_grad
 assert torch.allclose(scores, torch.stack(alone), atol=1e-5)  # the padding changes nothing
-assert parameter_count(loaded) == parameter_count(original.base_model) + original.config.hidden_size
+assert parameter_count(loaded) == parameter_count(trunk(original)) + original.config.hidden_size
 try:
     load_reward_model(folder, tokenizer)
 except ValueError as error:

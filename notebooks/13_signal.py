@@ -73,7 +73,10 @@ transformers.utils.logging.disable_progress_bar()
 
 # %% tags=["export"]
 def reward_bits(pass_rate: float | torch.Tensor) -> torch.Tensor:
-    """The most that a reward of 0 or 1 can tell, in bits: the entropy of a coin, float64 of the shape given; ValueError outside [0, 1]."""
+    """The most that a reward of 0 or 1 can tell, in bits: the entropy of a coin, float64 of the shape given.
+
+    Raises ValueError for a pass rate outside [0, 1]. Section 13.
+    """
     p = torch.as_tensor(pass_rate, dtype=torch.float64)
     if not ((p >= 0) & (p <= 1)).all():
         raise ValueError(

@@ -32,7 +32,6 @@
 
 # %%
 import copy
-import hashlib
 import logging
 import math
 import os
@@ -98,7 +97,7 @@ from lmrl.policy import (
 )
 from lmrl.ppo import clip_bounds, clipped, clipped_surrogate, importance_ratio
 from lmrl.reinforce import reinforce_terms
-from lmrl.rollout import TorchSampler
+from lmrl.rollout import TorchSampler, check_sampling, prompt_digest
 from lmrl.tree import (
     TabularPolicy,
     Tree,
@@ -1500,6 +1499,13 @@ def fused_kl(
 
 
 # %% tags=["export"]
+def states_of_both(model, reference, texts: tuple[Tensor, Tensor, Tensor], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The `hidden_states` of both models at the N tokens of the mask, [N, D] and [N, D'], the second without gradient."""
+    with torch.no_grad():
+        ref_hidden = hidden_states(reference, *texts)[mask]
+    return hidden_states(model, *texts)[mask], ref_hidden
+
+
 def completion_kl(
     model,
     reference,
@@ -1513,10 +1519,7 @@ def completion_kl(
 
     Arguments as in `completion_logprobs`. Differentiable in the parameters of `model`.
     """
-    texts = prompt_ids, prompt_mask, completion_ids
-    with torch.no_grad():
-        ref_hidden = hidden_states(reference, *texts)[mask]
-    hidden = hidden_states(model, *texts)[mask]
+    hidden, ref_hidden = states_of_both(model, reference, (prompt_ids, prompt_mask, completion_ids), mask)
     return unflatten(fused_kl(hidden, output_head(model), ref_hidden, output_head(reference), temperature), mask)
 
 
@@ -1536,12 +1539,10 @@ def completion_loss_with_kl(
     For kl_estimator "exact" the weights are beta times `token_weights`, and `token_loss` has no penalty of its own. Returns
     the loss, and log-probs, entropies and KLs, each [B, T] and detached.
     """
-    texts, head = (prompt_ids, prompt_mask, completion_ids), output_head(model)
-    settings = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "temperature": temperature}
-    with torch.no_grad():
-        ref_hidden = hidden_states(reference, *texts)[mask]
-    hidden = hidden_states(model, *texts)[mask]
-    loss, *flat = fused_token_loss(hidden, head.weight, completion_ids[mask], token_loss, **settings)
+    hidden, ref_hidden = states_of_both(model, reference, (prompt_ids, prompt_mask, completion_ids), mask)
+    head = output_head(model)
+    arguments = hidden, head.weight, completion_ids[mask], token_loss
+    loss, *flat = fused_token_loss(*arguments, **head.settings(temperature))
     kl = fused_kl(hidden, head, ref_hidden, output_head(reference), temperature)
     return loss + (kl_weights[mask] * kl).sum(), *(unflatten(x, mask) for x in (*flat, kl.detach()))
 
@@ -2539,8 +2540,8 @@ def prompt_seeds(prompts: list[list[int]], num_generations: int, seed: int) -> l
     """
     following, seeds = {}, []
     for prompt in map(tuple, prompts):
-        digest = hashlib.sha256(repr((seed, prompt)).encode()).digest()
-        seeds.append(following.get(prompt, int.from_bytes(digest[:7], "big")))
+        first = int.from_bytes(prompt_digest(prompt, seed)[:7], "big")
+        seeds.append(following.get(prompt, first))
         following[prompt] = seeds[-1] + num_generations
     return seeds
 
@@ -2598,7 +2599,7 @@ class VLLMSampler:
             raise ValueError(
                 f"the model is on {model.device}, but the engine takes the first GPU; set CUDA_VISIBLE_DEVICES to choose it"
             )
-        TorchSampler(model, stop_ids, pad_id, max_completion_length, temperature, top_k, top_p, min_p)  # same checks
+        check_sampling(max_completion_length, temperature, top_k, top_p, min_p)
         self.stop_ids, self.pad_id, self.max_completion_length = stop_ids, pad_id, max_completion_length
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.device, self.vocabulary = model.device, model.get_input_embeddings().num_embeddings

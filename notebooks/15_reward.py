@@ -77,6 +77,7 @@ from lmrl.policy import (
     pass_rate,
     sample,
     token_logprobs,
+    trunk,
     warm_start_folder,
 )
 from lmrl.tree import (
@@ -1497,14 +1498,14 @@ def with_settings(name: str, make: Callable[..., Task], *arguments, **settings) 
 
 def unknown_task(name: str) -> str:
     """What to say about a name that is no task's: all kinds, and the nearest names (section 15)."""
-    kinds = ["arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE", "datasets:NAME"]
-    known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum"} | {"jsonl": "jsonl:FILE"}
+    kinds = '"arithmetic", "countdown", "reasoning_gym:DATASET", "jsonl:FILE", "datasets:NAME"'
+    known = {"arithmetic": "arithmetic", "reasoning_gym": "reasoning_gym:chain_sum", "jsonl": "jsonl:FILE"}
     if importlib.util.find_spec("reasoning_gym"):
         known |= {dataset: f"reasoning_gym:{dataset}" for dataset in reasoning_gym_datasets()}
-    known |= {"countdown": "countdown"}
+    known["countdown"] = "countdown"  # ours, not reasoning-gym's
     near = [known[match] for match in difflib.get_close_matches(name, known)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown task {name!r}: the tasks are {', '.join(f'{chr(34)}{kind}{chr(34)}' for kind in kinds)}{hint}"
+    return f"unknown task {name!r}: the tasks are {kinds}{hint}"
 
 
 def require_no_leak(task: Task) -> None:
@@ -1752,7 +1753,7 @@ def build_reward_model(policy, tokenizer):
     config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
-    model.base_model.load_state_dict(policy.base_model.state_dict())
+    model.base_model.load_state_dict(trunk(policy).state_dict())
     torch.nn.init.zeros_(model.score.weight)
     return disable_dropout(model).to(policy.device)
 
@@ -1939,13 +1940,18 @@ assert turned.any() and curves[:-1, -1].mean() < curves[-1, -1] - 0.1 and (curve
 
 
 # %% tags=["export:reward_model"]
-def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float) -> Tensor:
+def require_price(beta: float | Tensor) -> None:
+    """ValueError unless the price β of the KL, or each of several, is above 0."""
+    if not torch.all(torch.as_tensor(beta) > 0):
+        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+
+
+def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float | Tensor) -> Tensor:
     """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref) (section 15).
 
-    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Raises ValueError unless β > 0.
+    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Several β broadcast with them. Raises ValueError unless β > 0.
     """
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+    require_price(beta)
     dtype = torch.promote_types(torch.promote_types(ref_logprobs.dtype, rewards.dtype), torch.float32)
     return log_softmax(ref_logprobs.to(dtype) + rewards.to(dtype) / beta, dim=-1)
 
@@ -1977,7 +1983,7 @@ def optimisation_path(ref: Tensor, true: Tensor, learned: Tensor, betas: Tensor)
     ``ref``, ``true`` and ``learned`` are ``[..., N]`` over all answers, ``betas`` ``[K]`` the prices of the KL.
     """
     ref = ref.log()[..., None, :].expand(*learned.shape[:-1], len(betas), -1)
-    logprobs = (ref + learned[..., None, :] / betas[:, None]).log_softmax(-1)
+    logprobs = tilted_logprobs(ref, learned[..., None, :], betas[:, None])
     probabilities = logprobs.exp()
     means = [(probabilities * rewards[..., None, :]).sum(-1) for rewards in (true, learned)]
     return kl_exact(logprobs, ref), *means
@@ -2115,8 +2121,7 @@ def implicit_reward(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tens
 
     It is a reward up to a constant for each prompt. Raises ValueError for other shapes, and unless β > 0.
     """
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}; the price of the KL is above 0, for example 0.1")
+    require_price(beta)
     return beta * log_ratio(logprobs, ref_logprobs)
 
 

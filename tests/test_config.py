@@ -3,12 +3,19 @@ from dataclasses import fields
 import pytest
 
 from lmrl.config import TrainConfig, check_config
+from lmrl.mismatch import CORRECTION_MODES
+from lmrl.recipes import DEFAULTS, VALUES
 
 
 def test_defaults_are_valid_and_make_whole_groups():
     config = TrainConfig()
     check_config(config)
     assert config.completions_per_step % config.num_generations == 0
+
+
+def test_the_recipes_start_from_the_defaults_and_know_the_modes_of_the_correction():
+    assert DEFAULTS == {name: getattr(TrainConfig(), name) for name in DEFAULTS}
+    assert VALUES["vllm_importance_sampling_mode"] == tuple(CORRECTION_MODES)
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,8 @@ def scoring_without_attention_mask(completion_inputs):
     return then(completion_inputs, lambda i: i | {"attention_mask": torch.ones_like(i["attention_mask"])})
 
 
+@planted("lmrl.policy.completion_inputs", "test_values.py::test_critic_has_one_value_for_every_state",
+         build=lambda: importlib.import_module("test_values").gpt2())  # fmt: skip
 @planted("lmrl.policy.completion_inputs", LEFT_PADDING, family="gpt2")
 def scoring_positions_counted_from_the_padding(completion_inputs):
     return then(completion_inputs, lambda i: i | {"position_ids": torch.ones_like(i["input_ids"]).cumsum(1) - 1})
@@ -1066,12 +1068,6 @@ def critic_values_one_token_late(forward):
     return edited(forward, "prompt_ids.shape[1] - 1 :", "prompt_ids.shape[1] - 2 : -1")
 
 
-@planted("lmrl.values.Critic.forward", "test_values.py::test_critic_has_one_value_for_every_state",
-         build=lambda: importlib.import_module("test_values").gpt2())  # fmt: skip
-def critic_positions_counted_from_the_padding(forward):
-    return edited(forward, "(attention_mask.cumsum(1) - 1).clamp(min=0)", "torch.arange(attention_mask.shape[1])[None]")
-
-
 # --- the training loop ------------------------------------------------------------------------------------------------
 
 RATES = "test_trainer.py::test_every_step_has_its_own_seed_and_learning_rate_and_tells_the_sampler"
@@ -1263,7 +1259,7 @@ def tokens_of_low_entropy_trained(adjust_advantages):
 @planted("lmrl.trainer.Trainer.gather",
          "test_trainer_recipes.py::test_dynamic_sampling_reports_what_was_drawn_and_trains_on_what_is_mixed")  # fmt: skip
 def metrics_of_the_mixed_groups_alone(gather):
-    return edited(gather, "return examples, batch.drawn,", "return examples, batch.rollouts,")
+    return edited(gather, "return [], batch.drawn,", "return [], batch.rollouts,")
 
 
 @planted("lmrl.trainer.rows_with_gradient",

@@ -790,8 +790,7 @@ def test_evaluation_writes_no_more_at_once_than_a_step_and_its_result_does_not_d
 
 def test_a_prompt_that_is_long_in_tokens_is_refused_before_the_run_begins(tmp_path):
     """Found by its tokens: other prompts have more characters. A run would come to it only in some later step."""
-    config = replace(SMALL, output_dir=str(tmp_path), name="r")
-    trainer = make_trainer(config)
+    trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path), name="r"))
     encode = trainer.tokenizer
 
     class Expanding:
@@ -803,10 +802,9 @@ def test_a_prompt_that_is_long_in_tokens_is_refused_before_the_run_begins(tmp_pa
         def __call__(self, text, **options):
             return encode(text.replace("?", "1" * 60), **options)
 
-    trainer.tokenizer = Expanding()
-    trainer.task = replace(trainer.task, train=[*trainer.task.train, Example("?+1=", {"answer": ""})])
+    task = replace(trainer.task, train=[*trainer.task.train, Example("?+1=", {"answer": ""})])
     with pytest.raises(ValueError, match="the model has 64 positions"):
-        run(trainer, learning_curve)
+        run(Trainer(trainer.config, trainer.model, Expanding(), task, trainer.sampler), learning_curve)
     assert not (tmp_path / "r").exists()
 
 

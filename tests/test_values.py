@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lmrl.policy import build_policy, build_tokenizer, length_mask, pad_left, sample
 from lmrl.tree import completions, enumerate_tree, exact_values, prompted_policy
@@ -143,6 +143,14 @@ def test_critic_has_one_value_for_every_state(build):
     for row, length in enumerate((3, 2, 1)):  # a row alone, without padding
         alone = critic(prompts[row : row + 1, 3 - length :], mask[row : row + 1, 3 - length :], ids[row : row + 1])
         torch.testing.assert_close(alone[0], values[row], atol=1e-4, rtol=0)
+
+
+def test_the_critic_of_llama_4_has_the_trunk_and_not_the_whole_model():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "intermediate_size_mlp": 24, "head_dim": 8, "vocab_size": 11}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **sizes, **layers))
+    ids = torch.tensor([[3, 4]])
+    assert build_critic(model)(ids, torch.ones_like(ids, dtype=torch.bool), ids).shape == (1, 3)
 
 
 def test_a_new_critic_says_zero_and_leaves_the_policy_alone(tiny):

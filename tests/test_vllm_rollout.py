@@ -98,6 +98,9 @@ def test_seeds_follow_prompt_and_number_and_not_the_company():
     alone, company = prompt_seeds([[1, 2]], 4, seed=0), prompt_seeds([[3], [1, 2], [1, 2]], 4, seed=0)
     assert company[1] == alone[0] and company[2] == alone[0] + 4
     assert prompt_seeds([[1, 2]], 4, seed=1) != alone
+    assert (
+        prompt_seeds([np.array([1, 2])], 4, seed=np.int64(0)) == alone
+    )  # as `row_uniforms`, whatever the kind of integer
     assert len({seed + k for seed in prompt_seeds([[i] for i in range(500)], 4, 0) for k in range(4)}) == 2000
 
 
