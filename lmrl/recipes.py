@@ -69,6 +69,8 @@ __all__ = [
     "penalised_rewards",
     "penalised_token_rewards",
     "fold_kl",
+    "rescale",
+    "allowed_gap",
     "kl_tiles",
     "FusedKL",
     "fused_kl",
@@ -556,14 +558,24 @@ def fold_kl(logits: Tensor, ref_logits: Tensor, sums: Tensor) -> None:
     m is the largest logit so far, s = Σ exp(z - m), u = Σ exp(z - m) (z - z').
     """
     m, s, u, ref_m, ref_s = sums
-    higher = torch.maximum(m, logits.amax(1))
-    shrink, terms = (m - higher).exp_(), (logits - higher[:, None]).exp_()
+    shrink, terms = rescale(m, logits)
     s.mul_(shrink).add_(terms.sum(1))
-    u.mul_(shrink).add_(terms.mul_(logits - ref_logits).sum(1))
+    u.mul_(shrink).add_(terms.mul_(allowed_gap(logits, ref_logits)).sum(1))
+    shrink, terms = rescale(ref_m, ref_logits)
+    ref_s.mul_(shrink).add_(terms.sum(1))
+
+
+def rescale(m: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise m [n] in place to the largest logit of a tile [n, v] too: the old sums' factor [n], the new terms [n, v]."""
+    higher = torch.maximum(m, logits.amax(1)).clamp_(min=torch.finfo(m.dtype).min)
+    shrink = (m - higher).exp_()
     m.copy_(higher)
-    higher = torch.maximum(ref_m, ref_logits.amax(1))
-    ref_s.mul_((ref_m - higher).exp_()).add_((ref_logits - higher[:, None]).exp_().sum(1))
-    ref_m.copy_(higher)
+    return shrink, (logits - higher[:, None]).exp_()
+
+
+def allowed_gap(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """z - z' [n, v], and 0 for tokens that the policy forbids by a logit of minus infinity. Section 14."""
+    return torch.where(logits == -math.inf, 0.0, logits - ref_logits)
 
 
 def kl_tiles(
@@ -603,7 +615,7 @@ class FusedKL(torch.autograd.Function):
         gradients = Gradients(hidden, head, ctx.needs_input_grad[:3])
         for rows, columns, logits, ref_logits in kl_tiles(hidden, head, ref_hidden, ref_head, temperature):
             probs = (logits - logsumexp[rows, None]).exp_().mul_(d_kl[rows, None] * (scale / temperature))
-            gradient = probs.mul_(logits - ref_logits - (shift + kl)[rows, None])
+            gradient = probs.mul_(allowed_gap(logits, ref_logits) - (shift + kl)[rows, None])
             if softcap is not None:
                 gradient.mul_(1 - (logits * (temperature / softcap)).square_())
             gradients.add(gradient, rows, columns)

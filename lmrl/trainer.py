@@ -218,7 +218,7 @@ def adjust_advantages(rollouts: Rollouts, entropy: Tensor | None, config: TrainC
         advantages = advantages * top_entropy(entropy, mask, config.top_entropy_quantile)
     if config.vllm_importance_sampling_correction:
         pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
-        mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
+        mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
         advantages = advantages * correction_weights(*pair, mode, cap)
     return replace(rollouts, advantages=advantages)
 

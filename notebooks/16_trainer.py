@@ -167,7 +167,7 @@ class TrainConfig:
     """Weigh advantages by the ratio of the policy's to the sampler's probabilities, whichever sampler it is (section 14)."""
     vllm_importance_sampling_mode: str = "sequence_mask"
     """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap."""
-    vllm_importance_sampling_cap: float = 3.0
+    vllm_importance_sampling_clip_max: float = 3.0
     """Cap on the ratio of the correction."""
     vllm_enable_sleep_mode: bool = False
     """Leave the engine's share of a GPU to the trainer while it learns."""
@@ -262,7 +262,7 @@ def check_config(config: TrainConfig) -> None:
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
-    positive += ("vllm_importance_sampling_cap",)
+    positive += ("vllm_importance_sampling_clip_max",)
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -485,7 +485,7 @@ def adjust_advantages(rollouts: Rollouts, entropy: Tensor | None, config: TrainC
         advantages = advantages * top_entropy(entropy, mask, config.top_entropy_quantile)
     if config.vllm_importance_sampling_correction:
         pair = rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask
-        mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_cap
+        mode, cap = config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max
         advantages = advantages * correction_weights(*pair, mode, cap)
     return replace(rollouts, advantages=advantages)
 

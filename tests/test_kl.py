@@ -99,6 +99,28 @@ def test_large_logits_and_no_tokens():
     assert none.shape == (0,) and (gradient == 0).all()
 
 
+@pytest.mark.parametrize("forbidden_by", ["policy", "both"])
+def test_forbidden_tokens_have_no_part_in_it(forbidden_by, monkeypatch):
+    """A bias of minus infinity, in whole tiles and in parts of one, is as if the vocabulary had not had the tokens."""
+    monkeypatch.setattr(lmrl.recipes, "tile_shape", lambda vocabulary: (3, 4))
+    hidden, head, ref_hidden, ref_head = heads()
+    forbidden = torch.zeros(V, dtype=float64).index_fill(0, torch.tensor([0, 1, 2, 3, 6]), -math.inf)
+    allowed = forbidden == 0
+    shut = OutputHead(head.weight, head.bias + forbidden)
+    open_head = OutputHead(head.weight[allowed], head.bias[allowed])
+    if forbidden_by == "both":
+        found = fused_kl(hidden, shut, ref_hidden, OutputHead(ref_head.weight, forbidden))
+        expected = fused_kl(hidden, open_head, ref_hidden, OutputHead(ref_head.weight[allowed]))
+    else:
+        found = fused_kl(hidden, shut, ref_hidden, ref_head)
+        logits = logits_of(hidden, shut, 1.0), logits_of(ref_hidden, ref_head, 1.0)
+        logp, ref_logp = (x.log_softmax(-1)[:, allowed] for x in logits)
+        expected = (logp.exp() * (logp - ref_logp)).sum(1)
+    gradients = [torch.autograd.grad(x.sum(), (hidden, head.weight), retain_graph=True) for x in (found, expected)]
+    assert torch.allclose(found, expected)
+    assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_the_reference_gets_no_gradient_and_a_frozen_head_none():
     hidden, head, ref_hidden, ref_head = heads()
     weight = ref_head.weight.requires_grad_()

@@ -734,6 +734,11 @@ def exact_kl_with_the_policies_swapped(fused_kl):
     return lambda hidden, head, ref_hidden, ref_head, *rest: fused_kl(ref_hidden, ref_head, hidden, head, *rest)
 
 
+@planted("lmrl.recipes.allowed_gap", "test_kl.py::test_forbidden_tokens_have_no_part_in_it", forbidden_by="both")
+def zero_times_infinity_for_a_forbidden_token(allowed_gap):
+    return lambda logits, ref_logits: logits - ref_logits
+
+
 @planted("lmrl.recipes.fold_kl", "test_kl.py::test_completion_kl_is_that_of_the_materialised_logits", name="qwen3", temperature=1.0)  # fmt: skip
 def exact_kl_weighted_by_the_reference(fold_kl):
     def faulty(logits, ref_logits, sums):

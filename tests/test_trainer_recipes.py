@@ -275,7 +275,7 @@ def test_soft_overlong_punishment_is_added_to_the_reward():
 @pytest.mark.parametrize("mode", CORRECTION_MODES)
 def test_the_correction_weighs_the_advantages(mode):
     """With a sampler that cuts off the tail of the distribution: its log-probs are greater than the policy's."""
-    settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_cap": 0.9}
+    settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 0.9}
     trainer = exact_trainer(
         vllm_importance_sampling_correction=True, top_p=0.8, advantage_estimator="none", **ONCE_NONE
     )
@@ -500,7 +500,10 @@ def test_a_run_with_a_critic_leaves_its_metrics(tmp_path):
         ({**GAE, "gamma": 1.1}, "gamma is 1.1; take 0 to 1"),
         ({**GAE, "cliprange_value": 0.0}, "cliprange_value is 0.0"),
         ({"critic_learning_rate": 2.0}, "critic_learning_rate is 2.0; .* at most 1"),
-        ({"vllm_importance_sampling_cap": 0.0}, "vllm_importance_sampling_cap is 0.0; it must be greater than 0"),
+        (
+            {"vllm_importance_sampling_clip_max": 0.0},
+            "vllm_importance_sampling_clip_max is 0.0; it must be greater than 0",
+        ),
         (
             {"vllm_importance_sampling_mode": "row"},
             "vllm_importance_sampling_mode is 'row'; choose one of token_truncate",
