@@ -5,19 +5,31 @@ Do not edit: change the notebook, then `make export`.
 """
 
 import difflib
+import itertools
+import json
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
 import torch
 import transformers
 
+from lmrl.checkpoint import (
+    best_checkpoint,
+    changed_settings,
+    newest_checkpoint,
+    read_record,
+    require_checkpoints,
+    restore,
+)
 from lmrl.config import TrainConfig, check_config
 from lmrl.memory import Setup, plan_table, shape_of
-from lmrl.metrics import optional_import, peak_memory
+from lmrl.metrics import json_line, optional_import, peak_memory, tracker_modules
 from lmrl.models import (
+    disable_dropout,
     find_device,
     load_config,
     load_policy,
@@ -26,32 +38,40 @@ from lmrl.models import (
     resolve_model_path,
     stop_token_ids,
 )
-from lmrl.policy import (
-    build_policy,
-    build_tokenizer,
-    warm_start_folder,
-)
+from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
+from lmrl.preflight import preflight, preflight_table, require_preflight
+from lmrl.report import read_run, report_page
 from lmrl.rewards import load_reward
-from lmrl.rollout import TorchSampler
-from lmrl.tasks import load_task
-from lmrl.trainer import (
-    Trainer,
-    free_run_folder,
-    run,
-)
+from lmrl.rollout import Sampler, TorchSampler
+from lmrl.tasks import Task, drop_long_prompts, load_task
+from lmrl.trainer import Trainer, evaluation_table, free_run_folder, measure, readable_samples, run
 from lmrl.values import build_critic
 from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 __all__ = [
     "build_trainer",
+    "checkpoint_to_resume",
+    "load_parts",
+    "build_sampler",
     "train",
+    "check_setup",
+    "EvalConfig",
+    "settings_of_run",
+    "evaluate_model",
     "PlanConfig",
     "plan_memory",
+    "ReportConfig",
+    "write_report",
+    "TRL_NAMES",
+    "setting_name",
     "read_settings",
     "typed",
+    "Command",
     "COMMANDS",
-    "USAGE",
+    "usage",
     "parse",
+    "settings_to_resume",
+    "option_name",
     "main",
 ]
 
@@ -59,7 +79,32 @@ __all__ = [
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
-    free_run_folder(config)
+    checkpoint = None if config.resume is None else checkpoint_to_resume(config)
+    if checkpoint is None:
+        free_run_folder(config)
+    task, tokenizer, model = load_parts(config)
+    sampler = build_sampler(replace(config, use_vllm=False), task, tokenizer, model)
+    reference = load_reference(model) if config.beta != 0.0 else None
+    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    trainer = Trainer(config, model, tokenizer, task, sampler, reference, critic)
+    if checkpoint is not None:
+        restore(trainer, checkpoint)
+    if config.use_vllm:  # last, for an engine takes a while to start
+        trainer.sampler = build_sampler(config, task, tokenizer, model)
+    return trainer
+
+
+def checkpoint_to_resume(config: TrainConfig) -> Path:
+    """The newest whole checkpoint of the run in ``config.resume``; says what the run will change (section 16)."""
+    checkpoint = newest_checkpoint(Path(config.resume))
+    record = read_record(checkpoint)
+    changes = changed_settings(record, config)
+    print(f"{config.resume} goes on after step {record['step']} of {config.max_steps}", *changes, sep="\n  ")
+    return checkpoint
+
+
+def load_parts(config: TrainConfig) -> tuple:
+    """The task, the tokenizer and the model that ``config`` names (section 16)."""
     device = find_device(config.device)
     task = load_task(config.task, seed=config.seed)
     if config.model == "tiny" and task.name != "arithmetic":
@@ -71,32 +116,36 @@ def build_trainer(config: TrainConfig) -> Trainer:
         path = warm_start_folder(config.seed)
     else:
         path = resolve_model_path(config.model)
-    tokenizer = load_tokenizer(path)
-    model = load_policy(path, dtype=config.dtype, device=device)
-    stop_ids = stop_token_ids(tokenizer, model, task.stop)
-    sampling = (model, stop_ids, tokenizer.pad_token_id, config.max_completion_length, config.temperature)
-    sampling += (config.top_k, config.top_p, config.min_p)
-    reference = load_reference(model) if config.beta != 0.0 else None
-    critic = build_critic(model) if config.advantage_estimator == "gae" else None
-    trainer = Trainer(config, model, tokenizer, task, TorchSampler(*sampling), reference, critic)
-    if config.use_vllm:  # last, for an engine takes a while to start
-        trainer.sampler = VLLMSampler(
-            *sampling,
-            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            max_model_length=config.vllm_max_model_length,
-            enable_sleep_mode=config.vllm_enable_sleep_mode,
-        )
-    return trainer
+    return task, load_tokenizer(path), load_policy(path, dtype=config.dtype, device=device)
+
+
+def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
+    """The sampler of ``model`` that ``config`` asks for: its own, or a vLLM engine, which is to be closed (section 16)."""
+    sampling = (model, stop_token_ids(tokenizer, model, task.stop), tokenizer.pad_token_id)
+    sampling += (config.max_completion_length, config.temperature, config.top_k, config.top_p, config.min_p)
+    if not config.use_vllm:
+        return TorchSampler(*sampling)
+    return VLLMSampler(
+        *sampling,
+        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        max_model_length=config.vllm_max_model_length,
+        enable_sleep_mode=config.vllm_enable_sleep_mode,
+    )
 
 
 def train(config: TrainConfig) -> int:
-    """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
+    """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C or SIGTERM (section 16)."""
     plot = optional_import("lmrl.figures.trainer", "train").learning_curve
-    optional_import("torch.utils.tensorboard", "train")  # needed later: fail now, before there is a folder
+    tracker_modules(config.report_to)  # needed later: fail now, before there is a folder
     if config.use_vllm:
         import_vllm(find_device(config.device).split(":")[0])
     trainer = build_trainer(config)
+    if config.max_prompt_length is not None:
+        left = f"{len(trainer.task.train)} prompts to train on and {len(trainer.task.heldout)} held out are left"
+        print(f"{trainer.dropped_prompts} prompts of more than {config.max_prompt_length} tokens dropped; {left}")
     with trainer.sampler if config.use_vllm else nullcontext():
+        if config.preflight:
+            require_preflight(trainer)
         result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
@@ -104,7 +153,78 @@ def train(config: TrainConfig) -> int:
     print(f"mean reward: {result.before.reward:.3f} before, {result.after.reward:.3f} after")
     print(f"peak memory: {peak_memory(trainer.model.device.type):.2f} GiB")
     print(f"results: {result.folder}/ (learning_curve.png, metrics.jsonl, samples.jsonl, checkpoint/)")
+    if result.interrupted:
+        print(f"go on with: lmrl train --resume {result.folder}")
     return 130 if result.interrupted else 0
+
+
+def check_setup(config: TrainConfig) -> int:
+    """Run ``lmrl check``; returns the exit code: 1 if a check failed, else 0 (section 16)."""
+    trainer = build_trainer(replace(config, name=None))
+    with trainer.sampler if config.use_vllm else nullcontext():
+        checks = preflight(trainer)
+    print(preflight_table(checks))
+    return int(any(check.status == "fail" for check in checks))
+
+
+@dataclass(frozen=True)
+class EvalConfig(TrainConfig):
+    """The settings of `lmrl eval` (section 16): those of `lmrl train`, of which it reads the model's, the task's and the
+    sampling's, and these. After `lmrl eval RUN` the run's own settings are the defaults."""
+
+    model: str = "tiny"
+    """A run's folder, a checkpoint in it, its checkpoints/best, or any model that `lmrl train` takes (section 16)."""
+    num_eval_generations: int = 16
+    """Answers per held-out problem, n: pass@k is estimated for k up to n (section 13)."""
+    eval_seed: int = 0
+    """Seed of the answers. The problems depend on seed, and should stay those of the run (section 16)."""
+    output_dir: str = "runs"
+    """Folder in which the results get a folder eval-1, eval-2, …; by default the run's (section 16)."""
+
+
+def settings_of_run(models: list[str], default: EvalConfig) -> EvalConfig:
+    """The settings to evaluate a model with: its run's, if it is the folder of a run or within one (section 16).
+
+    For any other model they are ``default``. Raises ValueError for several models, FileNotFoundError for a run that has
+    no checkpoint yet.
+    """
+    if len(models) > 1:
+        raise ValueError(f"lmrl eval measures one model at a time, but got {', '.join(models)}")
+    path = Path(models[0])
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "metrics.jsonl").is_file()), None)
+    if run is None:
+        return replace(default, model=models[0])
+    checkpoint = {run: run / "checkpoint", run / "checkpoints/best": best_checkpoint(run)}.get(path, path)
+    if checkpoint is None or not checkpoint.is_dir():
+        raise FileNotFoundError(
+            f"the run {run} has no {path if checkpoint is None else checkpoint} yet (see save_steps)"
+        )
+    settings = asdict(read_settings(run / "config.json", TrainConfig))
+    settings |= {"model": str(checkpoint), "output_dir": str(run)}
+    return EvalConfig(**settings | {"num_eval_generations": default.num_eval_generations})
+
+
+def evaluate_model(config: EvalConfig) -> int:
+    """Run ``lmrl eval``; returns the exit code (section 16). ValueError for settings that cannot work."""
+    check_config(config)
+    task, tokenizer, model = load_parts(config)
+    if config.max_prompt_length is not None:
+        task, _ = drop_long_prompts(task, tokenizer, config.max_prompt_length)
+    sampler = build_sampler(config, task, tokenizer, disable_dropout(model))
+    with sampler if config.use_vllm else nullcontext():
+        result = measure(sampler, tokenizer, task, config, config.eval_seed)
+    answers = f"{len(result.right)} held-out problems, {config.num_eval_generations} answers each"
+    print(f"{config.model} on {config.task}: {answers}, temperature {config.temperature:g}")
+    print(evaluation_table(result))
+    folder = next(f for n in itertools.count(1) if not (f := Path(config.output_dir) / f"eval-{n}").exists())
+    folder.mkdir(parents=True)
+    (folder / "samples.txt").write_text(readable_samples(result))
+    (folder / "samples.jsonl").write_text("".join(map(json_line, result.samples)))
+    numbers = {f"pass@{k}": interval for k, interval in result.pass_at().items()}
+    numbers |= {name: getattr(result, name) for name in ("reward", "well_formed", "truncated", "ungraded")}
+    (folder / "eval.json").write_text(json.dumps({"results": numbers, "settings": asdict(config)}, indent=2) + "\n")
+    print(f"results: {folder}/ (samples.txt to read, samples.jsonl, eval.json)")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -114,17 +234,15 @@ class PlanConfig(TrainConfig):
     max_prompt_length: int | None = None
     """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others."""
     critic: bool = False
-    """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along."""
+    """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along (section 12)."""
     reward_model: str | None = None
-    """A reward model: a folder or config.json, or "same" for one of the policy's size."""
-    master_weights: bool = False
-    """float32 copies of bfloat16 weights for the optimiser."""
+    """A reward model: a folder or config.json, or "same" for one of the policy's size (section 12)."""
     optim: str = "adamw"
-    """"adamw" or "sgd"."""
+    """"adamw" or "sgd" (section 12)."""
     fused_logits: bool = True
     """Section 11's log-probs; without, the logits of a batch are held in full."""
     world_size: int = 1
-    """GPUs that share the step: its completions, and by FSDP the models."""
+    """GPUs that share the step: its completions, and by FSDP the models (section 12)."""
 
 
 def plan_memory(config: PlanConfig) -> int:
@@ -158,6 +276,52 @@ def plan_memory(config: PlanConfig) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class ReportConfig:
+    """The settings of `lmrl report` (section 16)."""
+
+    runs: tuple[str, ...] = ()
+    """The runs' folders; they may also stand before the options (section 16)."""
+    output: str = "report.html"
+    """The page (section 16)."""
+    num_problems: int = 8
+    """Held-out problems whose answers are shown, before and after (section 16)."""
+
+
+def write_report(config: ReportConfig) -> int:
+    """Run ``lmrl report``; returns the exit code (section 16)."""
+    if not config.runs:
+        raise ValueError("lmrl report needs the folder of a run, or of several: lmrl report runs/a runs/b")
+    Path(config.output).write_text(report_page([read_run(folder) for folder in config.runs], config.num_problems))
+    print(f"report: {config.output}")
+    return 0
+
+
+TRL_NAMES = {
+    "model_name_or_path": "model",
+    "run_name": "name",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "vllm": "use_vllm",
+}
+
+
+def setting_name(name: str, settings: type) -> str:
+    """The field of the dataclass ``settings`` that ``name`` means, in TRL's spelling or ours; hyphens are underscores.
+
+    Raises ValueError with the nearest name for one that there is not (section 16).
+    """
+    own = {field.name: field.name for field in fields(settings)}
+    known = {theirs: ours for theirs, ours in TRL_NAMES.items() if ours in own} | own
+    key = name.replace("-", "_")
+    if key not in known:
+        near = difflib.get_close_matches(key, known, 1, 0.0)[0]
+        raise ValueError(f"there is no setting {name!r}; did you mean {near}?")
+    return known[key]
+
+
 def read_settings(path: str | Path, settings: type):
     """The dataclass ``settings`` with the values of the YAML or JSON file ``path`` (section 16).
 
@@ -171,13 +335,14 @@ def read_settings(path: str | Path, settings: type):
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")
-    known = {field.name: field.type for field in fields(settings)}
-    for name, value in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1, 0.0)[0]
-            raise ValueError(f"{path}: there is no setting {name!r}; did you mean {near}?")
-        values[name] = typed(path, name, value, get_args(known[name]) or (known[name],))
-    return settings(**values)
+    types, found = {field.name: field.type for field in fields(settings)}, {}
+    for written, value in values.items():
+        try:
+            name = setting_name(str(written), settings)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        found[name] = typed(path, written, value, get_args(types[name]) or (types[name],))
+    return settings(**found)
 
 
 def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
@@ -193,23 +358,89 @@ def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
     return value
 
 
-COMMANDS = {"train": (TrainConfig, train), "plan": (PlanConfig, plan_memory)}
-USAGE = "usage: lmrl train|plan [--config FILE.yaml] [options]   (lmrl train --help lists them)"
+@dataclass(frozen=True)
+class Command:
+    """A command of `lmrl` (section 16): the dataclass of its settings, and ``run``, which takes them and returns the exit
+    code. ``about`` makes settings of the ``subject`` that stands before the options, and of the others' defaults."""
+
+    settings: type
+    run: Callable[..., int]
+    meaning: str
+    subject: str = ""
+    about: Callable | None = None
+
+
+COMMANDS = {
+    "train": Command(TrainConfig, train, "learn; leaves a folder with metrics, samples and a checkpoint"),
+    "check": Command(TrainConfig, check_setup, "what is wrong with a set-up; starts nothing"),
+    "eval": Command(
+        EvalConfig, evaluate_model, "pass@1, pass@2, … and the answers to read", "RUN_OR_MODEL", settings_of_run
+    ),
+    "plan": Command(PlanConfig, plan_memory, "the memory that a run will need; loads no weights"),
+    "report": Command(
+        ReportConfig,
+        write_report,
+        "one HTML page: curves, settings and answers of runs",
+        "RUN [RUN …]",
+        lambda runs, default: replace(default, runs=tuple(runs)),
+    ),
+}
+
+
+def usage(names: Iterable[str] = COMMANDS) -> str:
+    """How the commands ``names`` are called (section 16)."""
+    lines = ["usage: lmrl COMMAND [--config FILE.yaml] [--setting value …]"]
+    for name in names:
+        command = COMMANDS[name]
+        lines.append(f"  {f'lmrl {name} {command.subject}':<26}{command.meaning}")
+    return "\n".join(lines)
 
 
 def parse(command: str, arguments: list[str]):
-    """The settings of ``command`` from its options, on top of those of ``--config FILE`` (section 16)."""
+    """The settings of ``command``: its options, on top of ``--config FILE`` or of the run that it is about (section 16).
+
+    Raises ValueError for an option that is no setting, with the nearest name, and for a wrong use of --config or --resume.
+    """
     tyro = optional_import("tyro", "train")
-    settings, options, files, rest = COMMANDS[command][0], iter(arguments), [], []
-    for option in options:
-        if option == "--config" or option.startswith("--config="):
-            files.append(option.partition("=")[2] or next(options, ""))
+    settings, files, options = COMMANDS[command].settings, [], []
+    subjects = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    rest = iter(arguments[len(subjects) :])
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "--resume"):
+            files.append((name, value if equals else next(rest, "")))
         else:
-            rest.append("--use-vllm" if option == "--vllm" else option)
-    if len(files) > 1 or files == [""]:
-        raise ValueError("--config takes one file of settings, for example --config configs/dapo.yaml")
-    default = read_settings(files[0], settings) if files else settings()
-    return tyro.cli(settings, args=rest, prog=f"lmrl {command}", default=default, description=USAGE)
+            options.append(option_name(name, settings) + equals + value if name.startswith("--") else argument)
+    if len(files) > 1 or not all(file for _, file in files):
+        raise ValueError(
+            "--config takes one file of settings, for example --config configs/dapo.yaml; in its place --resume takes the "
+            "folder of a run, which has its own"
+        )
+    default = settings()
+    for name, file in files:
+        default = read_settings(file, settings) if name == "--config" else settings_to_resume(file, settings)
+    if subjects and COMMANDS[command].about is None:
+        raise ValueError(f"lmrl {command} takes options alone, such as --model PATH, but got {subjects[0]!r}")
+    if subjects:
+        default = COMMANDS[command].about(subjects, default)
+    return tyro.cli(settings, args=options, prog=f"lmrl {command}", default=default, description=usage([command]))
+
+
+def settings_to_resume(folder: str, settings: type):
+    """The settings with which the run in ``folder`` goes on: its own, and ``resume`` (section 16)."""
+    require_checkpoints(Path(folder))
+    return replace(read_settings(Path(folder) / "config.json", settings), resume=folder)
+
+
+def option_name(option: str, settings: type) -> str:
+    """``--name`` or ``--no-name`` as the dataclass ``settings`` spells it; ValueError with the nearest (section 16)."""
+    name, switched_off = option.removeprefix("--"), option.startswith("--no-")
+    if name == "help":
+        return option
+    switches = [field.name for field in fields(settings) if field.type is bool]
+    if switched_off and setting_name(name.removeprefix("no-"), settings) in switches:
+        return f"--no-{setting_name(name.removeprefix('no-'), settings).replace('_', '-')}"
+    return f"--{setting_name(name, settings).replace('_', '-')}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -217,10 +448,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     transformers.utils.logging.disable_progress_bar()
     if not arguments or arguments[0] not in COMMANDS:
-        print(USAGE, file=sys.stderr)
+        print(usage(), file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
-        return COMMANDS[arguments[0]][1](parse(arguments[0], arguments[1:]))
+        return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -8,9 +8,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmrl.metrics import tracker_names
 from lmrl.recipes import check_recipe
 
-__all__ = ["TrainConfig", "check_config"]
+__all__ = ["TrainConfig", "check_config", "impossible_updates"]
 
 
 @dataclass(frozen=True)
@@ -18,32 +19,39 @@ class TrainConfig:
     """The settings of a run (section 16). The defaults train the tiny policy on two-digit addition."""
 
     task: str = "arithmetic"
-    """What to train on: "arithmetic", or "reasoning_gym:NAME" for a dataset of reasoning-gym."""
+    """What to train on: "arithmetic", "countdown", "reasoning_gym:NAME", "jsonl:FILE" or "datasets:NAME" (section 15)."""
     model: str = "tiny"
     """"tiny" for section 1's warm-started policy, or a Hugging Face folder, a .gguf file, or a package that holds one."""
     reward: str | None = None
-    """Your own reward function as "path/to/file.py:function", in place of the task's."""
+    """A reward in place of the task's: "path/to/file.py:function", a built-in one, or a sum, "0.8*NAME + 0.2*NAME"
+    (section 15)."""
     name: str | None = None
-    """Name of the run's folder; by default the task and the next free number."""
+    """Name of the run's folder; by default the task and the next free number (section 16)."""
     output_dir: str = "runs"
-    """Folder that holds the runs."""
+    """Folder that holds the runs (section 16)."""
     seed: int = 0
-    """Seed of the warm start, the order of the prompts and the sampling."""
+    """Seed of the warm start, the order of the prompts and the sampling (section 16)."""
 
     max_steps: int = 800
-    """Steps: batches that are generated and learned from."""
+    """Steps: batches that are generated and learned from (section 16)."""
     per_device_train_batch_size: int = 512
-    """Completions of the greatest length that go through the model at once."""
+    """Completions of the greatest length that go through the model at once (section 11)."""
     gradient_accumulation_steps: int = 1
-    """Times as many completions per optimiser step, for the same memory."""
+    """Times as many completions per optimiser step, for the same memory (section 11)."""
     num_generations: int = 4
-    """Completions per prompt, G."""
+    """Completions per prompt, G (section 6)."""
     num_iterations: int = 2
-    """Optimiser steps taken from each generated batch."""
+    """Passes over each generated batch (section 10)."""
+    num_mini_batches: int = 1
+    """Parts of a batch, with an optimiser step for each in every pass (section 16)."""
+    target_kl: float | None = None
+    """Leave a batch when the policy is this far, in nats per token, from the one that it is compared with (section 16)."""
     max_completion_length: int = 4
-    """Cap on the tokens of a completion."""
+    """Cap on the tokens of a completion (section 11)."""
+    max_prompt_length: int | None = None
+    """Prompts of more tokens are dropped with a count, never cut; by default all have to fit (section 15)."""
     temperature: float = 1.0
-    """Divides the logits, in sampling and in scoring."""
+    """Divides the logits, in sampling and in scoring (section 11)."""
     top_k: int = 0
     """Sample from the k likeliest tokens alone; 0 is all. Needs vllm_importance_sampling_correction (section 11)."""
     top_p: float = 1.0
@@ -53,38 +61,43 @@ class TrainConfig:
     use_vllm: bool = False
     """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
     vllm_mode: str = "colocate"
-    """Where the engine runs: "colocate" is in the trainer's process, on its GPU."""
+    """Where the engine runs: "colocate" is in the trainer's process, on its GPU (section 14)."""
     vllm_gpu_memory_utilization: float = 0.3
-    """The engine's share of the GPU's memory."""
+    """The engine's share of the GPU's memory (section 14)."""
     vllm_max_model_length: int | None = None
-    """The engine's cap on the tokens of prompt and completion; by default what fits."""
+    """The engine's cap on the tokens of prompt and completion; by default what fits (section 14)."""
     vllm_importance_sampling_correction: bool = False
     """Weigh advantages by the ratio of the policy's to the sampler's probabilities, whichever sampler it is (section 14)."""
     vllm_importance_sampling_mode: str = "sequence_mask"
-    """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap."""
+    """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap
+    (section 14)."""
     vllm_importance_sampling_clip_max: float = 3.0
     """Cap on the ratio of the correction."""
     vllm_enable_sleep_mode: bool = False
-    """Leave the engine's share of a GPU to the trainer while it learns."""
+    """Leave the engine's share of a GPU to the trainer while it learns (section 14)."""
 
     learning_rate: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW (section 16)."""
     warmup_steps: int = 40
-    """Steps over which the learning rate rises from zero."""
+    """Steps over which the learning rate rises from zero (section 16)."""
     lr_scheduler_type: str = "linear"
-    """After the warm-up: "linear" to zero, or "constant"."""
+    """After the warm-up: "linear" or "cosine" to zero, or "constant" (section 16)."""
     weight_decay: float = 0.0
-    """AdamW's weight decay."""
+    """AdamW's weight decay (section 16)."""
     adam_beta2: float = 0.99
-    """AdamW's second-moment decay."""
+    """AdamW's second-moment decay (section 16)."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are scaled down to this norm (section 16)."""
+    max_skipped_updates: int = 3
+    """A gradient that is not finite skips its optimiser step; so many in a row stop the run (section 16)."""
 
     advantage_estimator: str = "group"
     """What a reward is compared with: the "group"'s mean, the others of the group ("leave_one_out"), the "batch"'s mean,
     "none", a critic ("gae", section 8), or fresh endings of every prefix ("monte_carlo", section 7)."""
     scale_rewards: str = "group"
     """"group" divides advantages by the group's standard deviation, "batch" by the batch's, "none" does not (section 6)."""
+    whiten_advantages: bool = False
+    """Give the advantages of a batch's tokens mean 0 and standard deviation 1, with "gae" or "monte_carlo" (section 7)."""
     importance_sampling_level: str = "token"
     """One ratio for every "token", or for every "sequence" (section 14)."""
     clip_type: str = "ppo"
@@ -92,7 +105,7 @@ class TrainConfig:
     epsilon: float = 0.2
     """Clip range of the ratio (section 10)."""
     epsilon_high: float | None = None
-    """Upper clip range, if different from epsilon."""
+    """Upper clip range, if different from epsilon (section 10)."""
     delta: float | None = None
     """Bound on the ratio of tokens with negative advantage (section 14)."""
     loss_type: str = "dapo"
@@ -108,7 +121,7 @@ class TrainConfig:
     top_entropy_quantile: float = 1.0
     """Learn only from this share of the tokens, those of the highest entropy; 1 is all (section 14)."""
     mask_truncated_completions: bool = False
-    """Leave completions that hit the cap out of the loss."""
+    """Leave completions that hit the cap out of the loss (section 11)."""
     overlong_buffer: int = 0
     """Tokens before the cap over which a punishment for length rises to 1; 0 is none (section 14)."""
     dynamic_sampling: bool = False
@@ -118,7 +131,7 @@ class TrainConfig:
     lam: float = 0.95
     """λ of "gae" (section 8)."""
     critic_learning_rate: float = 1e-3
-    """Peak learning rate of the critic's own AdamW, for "gae"."""
+    """Peak learning rate of the critic's own AdamW, for "gae" (section 10)."""
     vf_coef: float = 0.1
     """Weight of the critic's loss. Its AdamW undoes any factor, so it only matters where max_grad_norm cuts (section 10)."""
     cliprange_value: float | None = 0.2
@@ -126,16 +139,26 @@ class TrainConfig:
     num_value_samples: int = 4
     """Fresh endings of every prefix, for "monte_carlo" (section 7)."""
 
+    preflight: bool = True
+    """Look for faults of the set-up before the first step, and do not start with one (section 16)."""
     num_eval_problems: int = 256
-    """Held-out problems for pass@1, before and after."""
+    """Held-out problems for pass@1, before and after (section 16)."""
     num_eval_generations: int = 4
-    """Completions per held-out problem."""
+    """Completions per held-out problem (section 16)."""
+    report_to: str = "tensorboard"
+    """Where metrics go besides metrics.jsonl: "tensorboard", "wandb", "trackio", several with commas, or "none" (section 16)."""
     save_steps: int = 100
-    """A checkpoint is written every so many steps, and at the end."""
+    """Every so many steps, and at the end, held-out pass@1 is measured and a checkpoint is written (section 16)."""
+    save_total_limit: int | None = 2
+    """How many checkpoints are kept, the newest, besides the best; None is all (section 16)."""
+    resume: str | None = None
+    """Folder of a run that goes on, with its own settings, after its newest whole checkpoint (section 16)."""
     dtype: str = "float32"
-    """Number format of the weights: "float32" or "bfloat16"."""
+    """Number format of the weights: "float32", "bfloat16", or "float16", which needs master_weights (section 16)."""
+    master_weights: bool = False
+    """float32 copies of bfloat16 or float16 weights, which are what the optimiser steps (section 12)."""
     device: str = "auto"
-    """"auto" is a GPU if there is one, else the CPU."""
+    """"auto" is a GPU if there is one, else the CPU (section 12)."""
 
     @property
     def completions_per_step(self) -> int:
@@ -151,7 +174,7 @@ def check_config(config: TrainConfig) -> None:
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
-    positive += ("vllm_importance_sampling_clip_max",)
+    positive += ("vllm_importance_sampling_clip_max", "max_skipped_updates", "num_mini_batches")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -161,6 +184,8 @@ def check_config(config: TrainConfig) -> None:
     for name in ("temperature", "weight_decay", "beta", "entropy_coef"):
         if math.isinf(getattr(config, name)):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be finite")
+    if config.save_total_limit is not None and not config.save_total_limit > 0:
+        raise ValueError(f"save_total_limit is {config.save_total_limit}; keep at least 1, or null for all")
     if config.seed >= 2**63:
         raise ValueError(f"seed is {config.seed}; it must be below 2**63")
     for name in ("learning_rate", "critic_learning_rate"):
@@ -181,17 +206,25 @@ def check_config(config: TrainConfig) -> None:
             f"{config.per_device_train_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}), "
             f"which num_generations {config.num_generations} does not divide; change one of them"
         )
+    if config.completions_per_step % config.num_mini_batches:
+        raise ValueError(
+            f"a step has {config.completions_per_step} completions, which num_mini_batches {config.num_mini_batches} does "
+            "not divide; change it, or the size of the step"
+        )
     if not 0 < config.vllm_gpu_memory_utilization <= 1:
         raise ValueError(
             f"vllm_gpu_memory_utilization is {config.vllm_gpu_memory_utilization}; it is a share of the GPU, so take "
             "0 < share <= 1, for example 0.3"
         )
+    tracker_names(config.report_to)
+    if config.max_prompt_length is not None and config.max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length is {config.max_prompt_length}; it must be at least 1, or left out")
     if config.vllm_max_model_length is not None and config.vllm_max_model_length <= config.max_completion_length:
         raise ValueError(
             f"vllm_max_model_length is {config.vllm_max_model_length} and max_completion_length "
             f"{config.max_completion_length}; that leaves no token for a prompt"
         )
-    choices = {"lr_scheduler_type": ("linear", "constant"), "dtype": ("float32", "bfloat16")}
+    choices = {"lr_scheduler_type": ("linear", "cosine", "constant"), "dtype": ("float32", "bfloat16", "float16")}
     choices |= {"vllm_mode": ("colocate",)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
@@ -199,3 +232,41 @@ def check_config(config: TrainConfig) -> None:
     if config.name is not None and (config.name in ("", "..") or config.name != Path(config.name).name):
         raise ValueError(f"name is {config.name!r}; give a folder's name without slashes, and its place as output_dir")
     check_recipe(config)
+    for applies, reason in impossible_updates(config):
+        if applies:
+            raise ValueError(reason)
+
+
+def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
+    """What is wrong with settings of the update, and the remedy, each with whether it applies (section 16)."""
+    c, tokens = config, config.advantage_estimator in ("gae", "monte_carlo")
+    once = c.num_iterations * c.num_mini_batches == 1
+    return [
+        (
+            c.target_kl is not None and not c.target_kl > 0,
+            f"target_kl is {c.target_kl}; it must be greater than 0, or left out",
+        ),
+        (
+            c.target_kl is not None and once,
+            f"target_kl is {c.target_kl}, but a batch is used for one optimiser step, at which the policy has not moved yet; "
+            "leave target_kl out, or raise num_iterations or num_mini_batches",
+        ),
+        (
+            c.whiten_advantages and not tokens,
+            f'whiten_advantages is for advantages that each token has of its own; advantage_estimator "{c.advantage_estimator}" '
+            'has one per completion, for which advantage_estimator "batch" with scale_rewards "batch" does the same',
+        ),
+        (
+            c.whiten_advantages and c.scale_rewards == "batch",
+            'whiten_advantages divides by a standard deviation already; set scale_rewards to "none"',
+        ),
+        (
+            c.master_weights and c.dtype == "float32",
+            "master_weights is for bfloat16 and float16: float32 weights are already what the optimiser steps",
+        ),
+        (
+            c.dtype == "float16" and not c.master_weights,
+            "dtype float16 needs master_weights: in float16 AdamW's epsilon of 1e-8 is zero, and it divides by it; set "
+            "master_weights, or take bfloat16",
+        ),
+    ]

@@ -73,7 +73,9 @@ def training_bytes(
     if optim not in OPTIMIZERS:
         raise ValueError(f"optim is {optim!r}; choose one of {', '.join(OPTIMIZERS)}")
     if master_weights and dtype == torch.float32:
-        raise ValueError("master_weights is for bfloat16: float32 weights are already what the optimiser steps")
+        raise ValueError(
+            "master_weights is for bfloat16 and float16: float32 weights are already what the optimiser steps"
+        )
     stepped = 4 if master_weights else dtype.itemsize
     counters = 4 * tensors if OPTIMIZERS[optim] else 0
     return {

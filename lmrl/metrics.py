@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +25,25 @@ from lmrl.policy import (
 )
 from lmrl.signal import frac_reward_zero_std
 
-__all__ = ["summarise", "rollout_metrics", "Stopwatch", "peak_memory", "json_line", "MetricsLog", "optional_import"]
+__all__ = [
+    "summarise",
+    "rollout_metrics",
+    "mean_metrics",
+    "Stopwatch",
+    "peak_memory",
+    "Metric",
+    "METRICS",
+    "metrics_table",
+    "json_line",
+    "read_metrics",
+    "MetricsLog",
+    "optional_import",
+    "TRACKERS",
+    "tracker_names",
+    "tracker_modules",
+    "TensorBoard",
+    "Tracker",
+]
 
 
 def summarise(passes: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, float]:
@@ -58,6 +78,13 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+def mean_metrics(records: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the records that have it: over the draws of a step, for what a reward counts (section 16)."""
+    names = dict.fromkeys(name for record in records for name in record)
+    values = {name: [record[name] for record in records if name in record] for name in names}
+    return {name: sum(column) / len(column) for name, column in values.items()}
+
+
 class Stopwatch:
     """Seconds of a step and of its phases, each of which may come several times (section 16)."""
 
@@ -87,6 +114,62 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+class Metric(NamedTuple):
+    """A line of the table of metrics: what it is, the range in which a run is usually well, and the section."""
+
+    meaning: str
+    healthy: str
+    section: int
+
+
+METRICS = {
+    "step": Metric("steps taken", "", 16),
+    "reward": Metric("mean reward of the step's completions, before any penalty", "rises", 15),
+    "reward_std": Metric("standard deviation of these rewards", "above 0", 13),
+    "reward/NAME": Metric("mean of one of several weighted reward functions", "rises", 15),
+    "frac_reward_zero_std": Metric("share of groups whose rewards are all equal: no signal", "below 0.8", 13),
+    "entropy": Metric(
+        "entropy per sampled token, in nats, estimated from all of them", "falls slowly, stays above 0", 9
+    ),
+    "completion_length": Metric("mean tokens of a completion", "well below the cap", 11),
+    "truncated": Metric("share of completions that the cap cut off", "below 0.1", 11),
+    "ungraded": Metric("share of completions that nobody could grade", "below 0.1", 15),
+    "loss": Metric("the loss of the last pass over the batch", "any: it measures no progress", 11),
+    "grad_norm": Metric("norm of the policy's gradient before it is clipped, last pass", "steady, no jumps", 16),
+    "critic_grad_norm": Metric("the same of the critic's", "steady, no jumps", 16),
+    "updates": Metric("optimiser steps taken from the batch", "as set; fewer after target_kl", 10),
+    "skipped_updates": Metric("of these, skipped because the gradient was not finite", "0", 16),
+    "ratio_error": Metric("greatest distance of a ratio from 1, first pass", "0, or below 1e-3", 10),
+    "clip_fraction": Metric("share of tokens whose gradient the clip cut, last pass", "below 0.2", 10),
+    "kl_old": Metric("KL per token between the policy of the last pass and that of the first", "below 0.05", 9),
+    "kl_ref": Metric("KL per token from the reference, first pass", "starts at 0, grows slowly", 9),
+    "sampler_gap": Metric(
+        "greatest distance of the trainer's log-probs from the sampler's, first pass", "below 1e-3 in float32", 14
+    ),
+    "trained_entropy": Metric("entropy per token that was trained on, exact, first pass", "falls slowly", 9),
+    "value_loss": Metric("the critic's loss, first pass", "falls", 10),
+    "value_clip_fraction": Metric("share of values whose gradient the clip cut, last pass", "below 0.2", 10),
+    "mismatch/ratio_geometric": Metric("policy's to sampler's probability, geometric mean", "0.9 to 1.1", 14),
+    "mismatch/ratio_arithmetic": Metric("the same, arithmetic mean", "0.9 to 1.1, but blind", 14),
+    "mismatch/delta_mean": Metric("mean distance of the trainer's log-probs from the sampler's", "below 0.01", 14),
+    "mismatch/delta_max": Metric("greatest of these distances", "below 1", 14),
+    "mismatch/ess": Metric("effective share of completions after the correction", "above 0.9", 14),
+    "padding": Metric("share of the micro-batches' area that no token fills", "below 0.5", 11),
+    "learning_rate": Metric("the policy's learning rate", "as set", 16),
+    "seconds": Metric("seconds of the step", "steady", 16),
+    "generation_seconds": Metric("of these, generating", "", 11),
+    "reward_seconds": Metric("of these, in the reward function", "far below seconds", 15),
+    "update_seconds": Metric("of these, scoring and learning", "", 11),
+    "generation_share": Metric("generating, as a share of seconds", "", 11),
+}
+
+
+def metrics_table() -> str:
+    """METRICS as a Markdown table (section 16)."""
+    rows = [f"| `{name}` | {' | '.join(map(str, metric))} |" for name, metric in METRICS.items()]
+    return "\n".join(["| metric | what it is | healthy | section |", "|---|---|---|---|", *rows])
+
+
 def json_line(record: dict) -> str:
     """``record`` as one line of JSON, with null for numbers that are not finite (section 16)."""
     finite = {
@@ -95,25 +178,59 @@ def json_line(record: dict) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-class MetricsLog:
-    """Appends each step's metrics to ``metrics.jsonl`` and to TensorBoard events in ``folder`` (section 16)."""
+def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, float]]:
+    """The records of a ``metrics.jsonl`` up to ``last_step``, or all of them, with NaN for null (section 16).
 
-    def __init__(self, folder: Path):
-        self.records: list[dict[str, float]] = []
+    A last line without its end, of a run that is writing or was killed, does not count. Raises ValueError that names the
+    line which is not a record, or the step at which a file that is not empty ends too early.
+    """
+    records, step = [], 0
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], start=1):
+        if step == last_step:
+            break
+        try:
+            record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+            step = record["step"]
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is not a record of metrics: {line[:60]!r}") from error
+        records.append(record)
+    if records and last_step is not None and step != last_step:
+        raise ValueError(f"{path} ends with step {step}, but step {last_step} was reached")
+    return records
+
+
+class MetricsLog:
+    """Appends each step's metrics to ``metrics.jsonl`` in ``folder`` and to the trackers of ``report_to`` (section 16).
+
+    ``records`` are those that the file has already; TensorBoard drops what it was told of later steps. ``settings`` are
+    shown by trackers that show settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        records: list[dict[str, float]] | None = None,
+        report_to: str = "tensorboard",
+        settings: dict | None = None,
+    ):
+        self.records = list(records or [])
+        self._trackers = [
+            TensorBoard(module, folder, self.records) if name == "tensorboard" else Tracker(module, folder, settings)
+            for name, module in tracker_modules(report_to).items()
+        ]
         self._lines = (folder / "metrics.jsonl").open("a")
-        self._board = optional_import("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
 
     def write(self, metrics: dict[str, float]) -> None:
         self.records.append(metrics)
         self._lines.write(json_line(metrics))
         self._lines.flush()
-        for name, value in metrics.items():
-            if name != "step":
-                self._board.add_scalar(name, value, metrics["step"])
+        for tracker in self._trackers:
+            tracker.write(metrics)
 
     def close(self) -> None:
         self._lines.close()
-        self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def optional_import(module: str, extra: str):
@@ -122,3 +239,56 @@ def optional_import(module: str, extra: str):
         return import_module(module)
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'lmrl[{extra}]'") from error
+
+
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers in ``report_to``, names with commas between them or "none"; ValueError for another name (section 16)."""
+    names = [] if report_to == "none" else [name.strip() for name in report_to.split(",")]
+    if not set(names) <= TRACKERS.keys():
+        raise ValueError(f"report_to is {report_to!r}; choose from {', '.join(TRACKERS)}, or none")
+    return names
+
+
+def tracker_modules(report_to: str) -> dict[str, ModuleType]:
+    """The modules of `tracker_names`; ImportError for a package that is not installed (section 16)."""
+    modules = {}
+    for name in tracker_names(report_to):
+        try:
+            modules[name] = import_module(TRACKERS[name])
+        except ImportError as error:
+            package = "'lmrl[train]'" if name == "tensorboard" else name
+            raise ImportError(f"{error.name} is not installed; pip install {package}") from error
+    return modules
+
+
+class TensorBoard:
+    """Metrics as TensorBoard events in ``folder``, after those of ``records`` (section 16)."""
+
+    def __init__(self, module: ModuleType, folder: Path, records: list[dict[str, float]]):
+        purge_step = records[-1]["step"] + 1 if records else None
+        self._board = module.SummaryWriter(str(folder), purge_step=purge_step)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name != "step":
+                self._board.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class Tracker:
+    """Metrics to Weights & Biases or Trackio, as a run of the project lmrl that is called as ``folder`` is (section 16)."""
+
+    def __init__(self, module: ModuleType, folder: Path, settings: dict | None):
+        self._module = module
+        module.init(project="lmrl", name=folder.name, config=settings or {})
+
+    def write(self, metrics: dict[str, float]) -> None:
+        self._module.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])
+
+    def close(self) -> None:
+        self._module.finish()

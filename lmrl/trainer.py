@@ -8,10 +8,14 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import signal
 import sys
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +26,12 @@ from tqdm import tqdm
 
 from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
+from lmrl.checkpoint import checkpoints_of, save_checkpoint, step_of, write_whole
 from lmrl.config import TrainConfig, check_config
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
-from lmrl.metrics import MetricsLog, Stopwatch, json_line, rollout_metrics, summarise
+from lmrl.metrics import MetricsLog, Stopwatch, json_line, mean_metrics, read_metrics, rollout_metrics, summarise
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
 from lmrl.models import disable_dropout
 from lmrl.policy import completion_texts, pad_left, pad_right, save_model
@@ -44,17 +49,18 @@ from lmrl.recipes import (
     soft_overlong_punishment,
     top_entropy,
 )
-from lmrl.rewards import RewardFunction, score_completions
+from lmrl.rewards import RewardError, RewardFunction, is_reward, reward_name, score_completions
 from lmrl.rollout import Sampler, require_fit
-from lmrl.signal import dynamic_sampling
-from lmrl.tasks import Example, Task, encode_prompt
+from lmrl.signal import Interval, dynamic_sampling, interval_over_problems, pass_at_k
+from lmrl.tasks import Example, Task, drop_long_prompts, encode_prompt
 from lmrl.trust_region import kl_k1, kl_k3
-from lmrl.values import Critic
+from lmrl.values import Critic, whiten
 
 __all__ = [
     "collect",
     "decode",
     "grade",
+    "reward_metrics",
     "length_punishment",
     "completion_advantages",
     "token_advantages",
@@ -75,23 +81,37 @@ __all__ = [
     "critic_pass",
     "watch_sampler",
     "require_finite",
-    "clip_gradient",
+    "named_step",
     "generator_for",
-    "shuffled_batches",
+    "ShuffledBatches",
     "learning_rate_factor",
+    "LOSS_SCALE",
+    "GOOD_STEPS",
+    "float32_copies",
+    "Learner",
     "needs_old_logprobs",
-    "adamw",
+    "mini_batches",
+    "update_metrics",
     "Trainer",
     "Evaluation",
     "evaluate",
+    "measure",
     "InterruptRequest",
     "RunResult",
     "run",
+    "is_save_step",
+    "start_run",
+    "reopen_run",
     "free_run_folder",
     "new_run_folder",
-    "save_checkpoint",
     "write_samples",
+    "write_evaluations",
+    "read_evaluation",
     "progress_fields",
+    "evaluation_table",
+    "readable_samples",
+    "counted_answers",
+    "prompt_text",
 ]
 
 
@@ -116,6 +136,18 @@ def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: Reward
         )
     device = rollouts.group.device
     return replace(rollouts, rewards=rewards.to(device), graded=graded.to(device))
+
+
+def reward_metrics(reward: RewardFunction) -> dict[str, float]:
+    """The ``metrics`` of a reward function's last call, none if it has no such dictionary (sections 15 and 16).
+
+    Raises RewardError for one that is not a finite number.
+    """
+    metrics = getattr(reward, "metrics", {})
+    for name, value in metrics.items():
+        if value is None or not is_reward(value):
+            raise RewardError(f"reward function {reward_name(reward)}: its metric {name!r} is {value!r}, not a number")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def length_punishment(rollouts: Rollouts, config: TrainConfig) -> Tensor:
@@ -143,7 +175,7 @@ def token_advantages(
     """The rollouts with ``advantages``, ``values`` and ``returns`` ``[B, T]``, from V before every token (section 8).
 
     ``bootstrap`` ``[B]`` is a critic's V after the last token of truncated rows, which then get no reward. Without it the
-    values are taken as exact, and λ as 0.
+    values are taken as exact, and λ as 0. Whitened over the batch if ``config.whiten_advantages``.
     """
     mask, bootstrapped = rollouts.mask, None if bootstrap is None else rollouts.truncated
     rewards = torch.where(rollouts.graded, rollouts.rewards, 0.0)
@@ -158,6 +190,8 @@ def token_advantages(
     advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=lam, bootstrap=bootstrap)
     if config.scale_rewards == "batch":
         advantages = advantages / batch_std(rollouts.rewards, rollouts.graded)
+    if config.whiten_advantages:
+        advantages = whiten(advantages, loss_mask(rollouts, config.mask_truncated_completions))
     return replace(rollouts, advantages=advantages, values=values, returns=returns)
 
 
@@ -393,11 +427,13 @@ def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
         )
 
 
-def clip_gradient(what: str, model, max_norm: float) -> float:
-    """Scale the gradient of ``model`` down to ``max_norm``; its norm before. FloatingPointError if that is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    require_finite(what, norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
-    return float(norm)
+@contextmanager
+def named_step(number: int) -> Iterator[None]:
+    """Let a FloatingPointError of a ``with`` block say in which step it came up (section 16)."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {number}: {error}") from error
 
 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
@@ -406,34 +442,148 @@ def generator_for(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def shuffled_batches(count: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Endless batches of ``size`` indices below ``count``, each pass over all of them in a new order (section 16)."""
-    waiting = []
-    while True:
-        while len(waiting) < size:
-            waiting += torch.randperm(count, generator=generator).tolist()
-        yield waiting[:size]
-        waiting = waiting[size:]
+class ShuffledBatches:
+    """Endless batches of ``size`` indices below ``count``, each pass over all of them in a new order (section 16).
+
+    ``waiting`` are the indices of the pass that are still to come: with the generator, the place in the data.
+    """
+
+    def __init__(self, count: int, size: int, generator: torch.Generator):
+        self.count, self.size, self.generator, self.waiting = count, size, generator, []
+
+    def __iter__(self) -> "ShuffledBatches":
+        return self
+
+    def __next__(self) -> list[int]:
+        while len(self.waiting) < self.size:
+            self.waiting += torch.randperm(self.count, generator=self.generator).tolist()
+        batch, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
+        return batch
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
-    """Factor on the learning rate at ``step`` (0-based): linear warm-up, then linear decay or constant (section 16)."""
+    """Factor on the learning rate at ``step`` (0-based): linear warm-up, times a decay to 0 at the end (section 16)."""
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    return warmup * (1 - step / config.max_steps) if config.lr_scheduler_type == "linear" else warmup
+    done = step / config.max_steps
+    decay = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
+    return warmup * decay[config.lr_scheduler_type]
+
+
+LOSS_SCALE, GOOD_STEPS = 2.0**16, 2000  # of float16: what is tried first; steps after which twice as much is tried
+
+
+def float32_copies(weights: list[Tensor]) -> list[Tensor]:
+    """A float32 copy of each of ``weights`` for the optimiser (section 16)."""
+    return [weight.detach().to(torch.float32, copy=True) for weight in weights]
+
+
+class Learner:
+    """Steps the trainable weights of a model (section 16).
+
+    ``optimizer`` is AdamW over ``masters``: the ``weights``, or their float32 copies with ``config.master_weights``. A loss is
+    to be multiplied by ``scale``, 1 except in float16, before its backward pass. ``skipped_in_a_row`` and ``good_steps``
+    count optimiser steps since the last one that was taken, or skipped.
+    """
+
+    def __init__(self, model, learning_rate: float, config: TrainConfig):
+        self.config, self.learning_rate = config, learning_rate
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.masters = float32_copies(self.weights) if config.master_weights else self.weights
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=learning_rate, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay
+        )
+        self.scaled = any(weight.dtype == torch.float16 for weight in self.weights)
+        self.scale = LOSS_SCALE if self.scaled else 1.0
+        self.good_steps = self.skipped_in_a_row = 0
+
+    def start(self, step: int) -> float:
+        """Take the learning rate of ``step`` (0-based), and return it."""
+        rate = self.learning_rate * learning_rate_factor(step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def zero_grad(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self) -> float:
+        """One optimiser step along the gradients of the weights, cut to ``max_grad_norm``; their norm before that.
+
+        A norm that is not finite changes nothing. FloatingPointError at the last of ``max_skipped_updates`` in a row.
+        """
+        if self.masters is not self.weights:
+            for master, weight in zip(self.masters, self.weights, strict=True):
+                master.grad = None if weight.grad is None else weight.grad.float().div_(self.scale)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.round()
+        self.count(math.isfinite(norm))
+        return norm
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Give the weights the values of their masters."""
+        if self.masters is not self.weights:
+            for master, weight in zip(self.masters, self.weights, strict=True):
+                weight.copy_(master)
+                master.grad = None
+
+    def count(self, taken: bool) -> None:
+        """Note whether a step was taken or skipped, and adjust the loss scale of float16."""
+        self.good_steps = self.good_steps + 1 if taken else 0
+        if taken:
+            self.skipped_in_a_row = 0
+            if self.scaled and self.good_steps % GOOD_STEPS == 0:
+                self.scale *= 2
+        elif self.scale > 1:
+            self.scale /= 2
+        else:
+            self.skipped_in_a_row += 1
+        if self.skipped_in_a_row == self.config.max_skipped_updates:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} optimiser steps in a row were skipped, for their gradients were not finite; "
+                "lower learning_rate (or use dtype float32), or look at the rewards"
+            )
 
 
 def needs_old_logprobs(config: TrainConfig) -> bool:
     """Whether a setting needs the policy's log-probs or entropies before the update (section 16)."""
-    correction = config.vllm_importance_sampling_correction
-    return correction or config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
+    correction, several = config.vllm_importance_sampling_correction, config.num_mini_batches > 1
+    return correction or several or config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
 
 
-def adamw(model, learning_rate: float, config: TrainConfig):
-    """AdamW over the trainable parameters of ``model``, and its learning-rate schedule (section 16)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    betas = (0.9, config.adam_beta2)
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=betas, weight_decay=config.weight_decay)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
+def mini_batches(rollouts: Rollouts, config: TrainConfig) -> list[list[tuple[Rollouts, Tensor]]]:
+    """For each of ``num_mini_batches`` optimiser steps its micro-batches, rows without a gradient left out (section 16)."""
+    batches = []
+    for rows in torch.arange(len(rollouts), device=rollouts.mask.device).chunk(config.num_mini_batches):
+        batch = rollouts.select(rows)
+        mask = loss_mask(batch, config.mask_truncated_completions)
+        weights = token_weights(mask, config.loss_type, config.max_completion_length)
+        trained = rows_with_gradient(batch, weights, config)
+        trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
+        batches.append(list(micro_batches(batch.select(trained), weights[trained], token_budget(batch, config))))
+    return batches
+
+
+def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict[str, float]:
+    """The metrics of an update from those of its optimiser steps: means over those of the last pass (section 16).
+
+    Of the first pass, before the policy moves, are ``ratio_error`` (its first step), ``sampler_gap`` (the greatest), and
+    what describes the policy and the critic as they were.
+    """
+    first, last = steps[:num_mini_batches], steps[-num_mini_batches:]
+    metrics = {name: sum(step[name] for step in last) / len(last) for name in last[0]}
+    for name in {"kl_ref", "trained_entropy", "value_loss"} & metrics.keys():
+        metrics[name] = sum(step[name] for step in first) / len(first)
+    norms = [step[name] for step in steps for name in ("grad_norm", "critic_grad_norm") if name in step]
+    return metrics | {
+        "ratio_error": steps[0]["ratio_error"],
+        "sampler_gap": max(step["sampler_gap"] for step in first),
+        "updates": len(steps),
+        "skipped_updates": sum(not math.isfinite(norm) for norm in norms),
+    }
 
 
 class Trainer:
@@ -450,6 +600,9 @@ class Trainer:
         self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None, critic=None
     ):
         check_config(config)
+        self.dropped_prompts, self.reward_metrics = 0, []
+        if config.max_prompt_length is not None:
+            task, self.dropped_prompts = drop_long_prompts(task, tokenizer, config.max_prompt_length)
         prompts = config.completions_per_step // config.num_generations
         if prompts > len(task.train):
             raise ValueError(
@@ -466,24 +619,26 @@ class Trainer:
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
         self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
-        self.optimizer, self.schedule = adamw(model, config.learning_rate, config)
+        self.learner, self.critic_learner = Learner(model, config.learning_rate, config), None
         if critic is not None:
             disable_dropout(critic.trunk)
-            self.critic_optimizer, self.critic_schedule = adamw(critic, config.critic_learning_rate, config)
-        self.batches = shuffled_batches(len(task.train), prompts, generator_for(config.seed, "data"))
+            self.critic_learner = Learner(critic, config.critic_learning_rate, config)
+        self.batches = ShuffledBatches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
 
     def step(self) -> dict[str, float]:
         """Generate, grade, learn: one pass of the loop. Returns its metrics."""
-        watch = Stopwatch()
-        examples, drawn, rollouts = self.gather(watch)
-        rollouts = self.prepare(rollouts, examples, watch)
-        with watch.phase("update"):
-            learning = self.update(rollouts)
-        self.sampler.sync(self.model)
+        watch, self.reward_metrics = Stopwatch(), []
+        with named_step(self.steps_done + 1):
+            examples, drawn, rollouts = self.gather(watch)
+            rollouts = self.prepare(rollouts, examples, watch)
+            with watch.phase("update"):
+                learning = self.update(rollouts)
+            self.sampler.sync(self.model)
         self.steps_done += 1
-        return {"step": self.steps_done, **rollout_metrics(drawn), **learning, **watch.metrics()}
+        counted = mean_metrics(self.reward_metrics)
+        return {"step": self.steps_done, **counted, **rollout_metrics(drawn), **learning, **watch.metrics()}
 
     def draw(self, watch: Stopwatch) -> tuple[list[Example], Rollouts]:
         """The next prompts, and graded completions for them."""
@@ -493,7 +648,9 @@ class Trainer:
                 self.sampler, self.tokenizer, examples, self.config.num_generations, self.next_sampling_seed()
             )
         with watch.phase("reward"):
-            return examples, grade(rollouts, self.tokenizer, examples, self.task.reward)
+            rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
+            self.reward_metrics.append(reward_metrics(self.task.reward))
+        return examples, rollouts
 
     def next_sampling_seed(self) -> int:
         return int(torch.randint(2**31, (), generator=self.sampling))
@@ -530,83 +687,95 @@ class Trainer:
         return adjust_advantages(estimate(rollouts, config, *values), entropy, config)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
-        """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""
-        config = self.config
-        mask = loss_mask(rollouts, config.mask_truncated_completions)
-        weights = token_weights(mask, config.loss_type, config.max_completion_length)
-        trained = rows_with_gradient(rollouts, weights, config)
-        trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
-        pieces = list(micro_batches(rollouts.select(trained), weights[trained], token_budget(rollouts, config)))
-        padding, summaries = padding_share(pieces), []
-        for _ in range(config.num_iterations):
-            self.optimizer.zero_grad()
-            loss, passes = 0.0, []
-            for i, (piece, piece_weights) in enumerate(pieces):
-                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config, self.reference)
-                piece_loss.backward()
-                pieces[i] = (piece, piece_weights)
-                passes.append((metrics, piece.mask))
-                loss += float(piece_loss.detach())
-            norm = clip_gradient("the gradient", self.model, config.max_grad_norm)
-            self.optimizer.step()
-            summaries.append({"loss": loss, "grad_norm": norm, **summarise(passes)})
-            if config.advantage_estimator == "gae":
-                summaries[-1] |= self.update_critic(pieces)
-        rate = self.schedule.get_last_lr()[0]
-        self.schedule.step()
-        if self.critic is not None:
-            self.critic_schedule.step()
-        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy", "value_loss")
-        first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
+        """``num_iterations`` passes over one batch, with an optimiser step for each mini-batch, or fewer by ``target_kl``."""
+        batches, steps = mini_batches(rollouts, self.config), []
+        rate = self.learner.start(self.steps_done)
+        if self.critic_learner is not None:
+            self.critic_learner.start(self.steps_done)
+        for pieces in batches * self.config.num_iterations:
+            learned = self.learn(pieces, self.config.target_kl if steps else None)
+            if learned is None:
+                break
+            steps.append(learned)
+        pieces = [piece for batch in batches for piece in batch]
         mismatch = watch_sampler(concatenate([piece for piece, _ in pieces]))
-        return {**summaries[-1], **first, **mismatch, "padding": padding, "learning_rate": rate}
+        metrics = update_metrics(steps, len(batches))
+        return {**metrics, **mismatch, "padding": padding_share(pieces), "learning_rate": rate}
 
-    def update_critic(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
-        """One optimiser step of the critic on the pieces of a batch."""
-        self.critic_optimizer.zero_grad()
+    def learn(self, pieces: list[tuple[Rollouts, Tensor]], target_kl: float | None = None) -> dict[str, float] | None:
+        """One optimiser step on a mini-batch, whose pieces get their ``old_logprobs``; beyond ``target_kl`` None instead."""
+        config, scale = self.config, self.learner.scale
+        self.learner.zero_grad()
+        loss, passes = 0.0, []
+        for i, (piece, weights) in enumerate(pieces):
+            piece_loss, piece, metrics = micro_batch_pass(self.model, piece, weights * scale, config, self.reference)
+            piece_loss.backward()
+            pieces[i] = (piece, weights)
+            passes.append((metrics, piece.mask))
+            loss += float(piece_loss.detach()) / scale
+        summary = summarise(passes)
+        if target_kl is not None and summary["kl_old"] > target_kl:
+            return None
+        learned = {"loss": loss, "grad_norm": self.learner.step(), **summary}
+        return learned | self.learn_values(pieces) if config.advantage_estimator == "gae" else learned
+
+    def learn_values(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
+        """One optimiser step of the critic on the pieces of a mini-batch."""
+        self.critic_learner.zero_grad()
         passes = []
         for piece, weights in pieces:
-            loss, metrics = critic_pass(self.critic, piece, weights, self.config)
+            loss, metrics = critic_pass(self.critic, piece, weights * self.critic_learner.scale, self.config)
             loss.backward()
             passes.append((metrics, weights > 0))
-        clip_gradient("the critic's gradient", self.critic, self.config.max_grad_norm)
-        self.critic_optimizer.step()
-        return summarise(passes)
+        return {"critic_grad_norm": self.critic_learner.step(), **summarise(passes)}
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more, with half_width its 95 %
     interval over problems; reward: mean reward; well_formed: share of answers that finished and have the task's form;
-    samples: one dict per completion."""
+    truncated and ungraded: shares of answers; right: how many answers to each problem have reward 1 or more; samples: one
+    dict per completion, a problem's together."""
 
     pass_at_1: float
     half_width: float
     reward: float
     well_formed: float
+    truncated: float
+    ungraded: float
+    right: list[int]
     samples: list[dict]
 
     def __str__(self) -> str:
         return f"{self.pass_at_1:.3f} ± {self.half_width:.3f}"
 
+    def pass_at(self) -> dict[int, Interval]:
+        """pass@k with its 95 % interval for k = 1, 2, 4, … up to the answers per problem (section 13)."""
+        n = len(self.samples) // len(self.right)
+        ks = [2**i for i in range(n.bit_length())]
+        return {k: interval_over_problems(pass_at_k(torch.tensor(self.right), n, k)) for k in ks}
+
 
 def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
-    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16).
+    """`measure` of the trainer's current policy on its task (section 16)."""
+    return measure(trainer.sampler, trainer.tokenizer, trainer.task, trainer.config, seed)
+
+
+def measure(sampler: Sampler, tokenizer, task: Task, config: TrainConfig, seed: int = 0) -> Evaluation:
+    """Results on the task's first ``num_eval_problems`` held-out problems, ``num_eval_generations`` answers each (section 16).
 
     At most ``completions_per_step`` completions are generated at once (one prompt's, if those are more).
     """
-    config, task = trainer.config, trainer.task
     examples = task.heldout[: config.num_eval_problems]
     if not examples:
         raise ValueError(f"task {task.name} has no held-out problems to evaluate on; put some in its heldout")
     size = max(1, config.completions_per_step // config.num_eval_generations)
     chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
-    rollouts = concatenate(
-        [collect(trainer.sampler, trainer.tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks]
-    )
-    rollouts = grade(rollouts, trainer.tokenizer, examples, task.reward)
-    texts = decode(trainer.tokenizer, rollouts)
-    passed = ((rollouts.rewards >= 1.0) & rollouts.graded).float().view(len(examples), -1).mean(1)
+    rollouts = concatenate([collect(sampler, tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks])
+    rollouts = grade(rollouts, tokenizer, examples, task.reward)
+    texts, metrics = decode(tokenizer, rollouts), rollout_metrics(rollouts)
+    right = ((rollouts.rewards >= 1.0) & rollouts.graded).view(len(examples), -1)
+    passed = right.float().mean(1)
     formed = [not cut and task.well_formed(text) for cut, text in zip(rollouts.truncated.tolist(), texts, strict=True)]
     samples = [
         {"prompt": examples[g].prompt, "completion": text, "reward": reward, "truncated": cut}
@@ -617,28 +786,31 @@ def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
     return Evaluation(
         pass_at_1=float(passed.mean()),
         half_width=1.96 * float(passed.std(correction=0)) / math.sqrt(len(examples)),
-        reward=rollout_metrics(rollouts)["reward"],
         well_formed=sum(formed) / len(formed),
+        **{name: metrics[name] for name in ("reward", "truncated", "ungraded")},
+        right=right.sum(1).tolist(),
         samples=samples,
     )
 
 
 class InterruptRequest:
-    """Context manager that turns the first SIGINT into ``requested = True`` instead of an exception (section 16)."""
+    """Context manager that turns the first SIGINT or SIGTERM into ``requested = True`` (section 16)."""
 
     def __init__(self):
         self.requested = False
 
     def __enter__(self) -> "InterruptRequest":
-        self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        signals = signal.SIGINT, signal.SIGTERM
+        self._previous = {number: signal.signal(number, self._on_interrupt) for number in signals}
         return self
 
     def __exit__(self, *exception) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _on_interrupt(self, *_) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, self._previous)
+        self.__exit__()
         tqdm.write(
             "interrupted: finishing this step, then saving (press Ctrl-C again to leave at once)", file=sys.stderr
         )
@@ -646,7 +818,7 @@ class InterruptRequest:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What `run` returns: the folder, held-out results before and after, and whether Ctrl-C ended it early."""
+    """What `run` returns: the folder, held-out results before and after, and whether a signal ended it early."""
 
     folder: Path
     before: Evaluation
@@ -655,32 +827,73 @@ class RunResult:
 
 
 def run(trainer: Trainer, plot: Callable) -> RunResult:
-    """Train for ``config.max_steps`` steps and leave everything in the run's folder (section 16).
+    """Train up to ``config.max_steps`` steps and leave everything in the run's folder (section 16).
 
-    ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one.
-    The folder gets config.json, metrics.jsonl, TensorBoard events, learning_curve.png, samples.jsonl and checkpoint/, a
-    Hugging Face folder. A step that fails leaves the last checkpoint as it was.
+    ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one. The folder gets config.json, metrics.jsonl,
+    TensorBoard events, learning_curve.png, evaluation.json, samples.jsonl, checkpoints/, and checkpoint/, the Hugging Face
+    folder of the newest. A step that fails leaves the last checkpoint as it was. With ``config.resume`` the run in that
+    folder goes on; the trainer is one that was restored from its newest checkpoint.
     """
     config = trainer.config
-    before = evaluate(trainer)
-    folder = new_run_folder(config)
-    (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-    log = MetricsLog(folder)
-    with InterruptRequest() as interrupt, tqdm(total=config.max_steps, desc=folder.name, unit="step") as bar:
+    folder, before, records = start_run(trainer) if config.resume is None else reopen_run(trainer)
+    log = MetricsLog(folder, records, config.report_to, asdict(config))
+    after, saved = None, trainer.steps_done if config.resume else None
+    progress = tqdm(total=config.max_steps, initial=trainer.steps_done, desc=folder.name, unit="step")
+    with InterruptRequest() as interrupt, progress as bar:
         while trainer.steps_done < config.max_steps and not interrupt.requested:
             metrics = trainer.step()
-            log.write(metrics)
+            after = evaluate(trainer) if is_save_step(trainer) else None
+            log.write(metrics if after is None else {**metrics, "eval_pass_at_1": after.pass_at_1})
             bar.set_postfix(progress_fields(metrics), refresh=False)
             bar.update()
-            if trainer.steps_done % config.save_steps == 0 and trainer.steps_done < config.max_steps:
-                save_checkpoint(trainer, folder)
-        save_checkpoint(trainer, folder)
+            if after is not None:
+                save_checkpoint(trainer, folder, after.pass_at_1)
+                saved = trainer.steps_done
+        if saved != trainer.steps_done:
+            save_checkpoint(trainer, folder)
     log.close()
-    after = evaluate(trainer)
-    write_samples(folder / "samples.jsonl", {"before": before, "after": after})
-    curve = plot(log.records, {0: before.pass_at_1, trainer.steps_done: after.pass_at_1})
+    after = after or evaluate(trainer)
+    write_evaluations(folder, {"before": before, "after": after})
+    measured = {record["step"]: record["eval_pass_at_1"] for record in log.records if "eval_pass_at_1" in record}
+    curve = plot(log.records, {0: before.pass_at_1, **measured, trainer.steps_done: after.pass_at_1})
     curve.savefig(folder / "learning_curve.png")
     return RunResult(folder, before, after, interrupt.requested)
+
+
+def is_save_step(trainer: Trainer) -> bool:
+    """Whether held-out pass@1 is measured, and a checkpoint written, after the step that was just taken (section 16)."""
+    return trainer.steps_done % trainer.config.save_steps == 0 or trainer.steps_done == trainer.config.max_steps
+
+
+def start_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
+    """The folder of a new run, the held-out results before it, and no records yet (section 16)."""
+    before = evaluate(trainer)
+    folder = new_run_folder(trainer.config)
+    write_whole(folder / "config.json", json.dumps(asdict(trainer.config), indent=2) + "\n")
+    write_evaluations(folder, {"before": before})
+    return folder, before, []
+
+
+def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
+    """The same for the run in ``config.resume``, with the records up to the trainer's step (section 16).
+
+    What a kill left unfinished is removed, and checkpoints of later steps, which are damaged, are renamed.
+    """
+    folder, step = Path(trainer.config.resume), trainer.steps_done
+    before, metrics = read_evaluation(folder, "before"), folder / "metrics.jsonl"
+    metrics.touch()  # who moves it away goes on without its past
+    records = read_metrics(metrics, step)
+    for path in (*folder.glob(".unfinished-*"), *folder.glob("checkpoints/.unfinished-*")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for later in checkpoints_of(folder):
+        if step_of(later) > step:
+            later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
+    lines = metrics.read_text(errors="replace").split("\n")[: len(records)]
+    write_whole(metrics, "".join(f"{line}\n" for line in lines))
+    write_whole(folder / "config.json", json.dumps(asdict(replace(trainer.config, resume=None)), indent=2) + "\n")
+    if not (folder / "checkpoint").exists():
+        save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": step})
+    return folder, before, records
 
 
 def free_run_folder(config: TrainConfig) -> Path:
@@ -706,15 +919,26 @@ def new_run_folder(config: TrainConfig) -> Path:
     return folder
 
 
-def save_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder ``checkpoint``, replacing the previous one only when it is complete."""
-    save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
-
-
 def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
     """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
     rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
-    path.write_text("".join(map(json_line, rows)))
+    write_whole(path, "".join(map(json_line, rows)))
+
+
+def write_evaluations(folder: Path, evaluations: dict[str, Evaluation]) -> None:
+    """Held-out results by ``when`` they were measured: ``samples.jsonl``, and the rest as ``evaluation.json`` (section 16)."""
+    write_samples(folder / "samples.jsonl", evaluations)
+    numbers = {when: {**vars(evaluation)} for when, evaluation in evaluations.items()}
+    for entry in numbers.values():
+        del entry["samples"]
+    write_whole(folder / "evaluation.json", json.dumps(numbers) + "\n")
+
+
+def read_evaluation(folder: Path, when: str) -> Evaluation:
+    """What `write_evaluations` wrote under ``when``; a reward of null stays None (section 16)."""
+    numbers = json.loads((folder / "evaluation.json").read_text())[when]
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return Evaluation(**numbers, samples=[row for row in rows if row.pop("when") == when])
 
 
 def progress_fields(metrics: dict[str, float]) -> dict[str, str]:
@@ -728,3 +952,40 @@ def progress_fields(metrics: dict[str, float]) -> dict[str, str]:
         "tied": f"{metrics['frac_reward_zero_std']:.2f}",
         "gen": f"{metrics['generation_share']:.0%}",
     }
+
+
+def evaluation_table(result: Evaluation) -> str:
+    """The numbers of an evaluation, one a line; intervals are 95 %, over problems (section 16)."""
+    rows = [(f"pass@{k}", interval) for k, interval in result.pass_at().items()]
+    rows += [("mean reward", f"{result.reward:.3f}"), ("well-formed", f"{result.well_formed:.3f}")]
+    rows += [("cut off at the cap", f"{result.truncated:.3f}"), ("not gradable", f"{result.ungraded:.3f}")]
+    return "\n".join(f"{name:<20}{value}" for name, value in rows)
+
+
+def readable_samples(result: Evaluation) -> str:
+    """The samples as a text: each problem, how often it was solved, and its different answers by frequency (section 16)."""
+    lines, n = [], len(result.samples) // len(result.right)
+    for i, right in enumerate(result.right):
+        answers = result.samples[i * n : (i + 1) * n]
+        lines += [f"=== problem {i + 1}: {right} of {n} right", prompt_text(answers[0]["prompt"])]
+        for text, words in counted_answers(answers):
+            lines += [f"--- {words}", text]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def counted_answers(answers: list[dict]) -> list[tuple[str, str]]:
+    """The different answers among samples of one problem, the most frequent first, with number and reward (section 16)."""
+    counts = Counter((row["completion"], row["reward"], row["truncated"]) for row in answers)
+    described = []
+    for (text, reward, truncated), count in counts.most_common():
+        grade = "not gradable" if reward is None or math.isnan(reward) else f"reward {reward:g}"
+        described.append((text, f"{count} ×, {grade}{', cut off' if truncated else ''}"))
+    return described
+
+
+def prompt_text(prompt: str | list[dict]) -> str:
+    """A prompt to read: a text as it is, a conversation with a line for each role (section 16)."""
+    return (
+        prompt if isinstance(prompt, str) else "\n".join(f"[{turn.get('role')}] {turn['content']}" for turn in prompt)
+    )

@@ -29,28 +29,38 @@
 # its critic, go through the same loop. They are section 14's choices, and here each choice is a setting.
 
 # %%
+import base64
 import difflib
 import hashlib
+import io
 import itertools
 import json
+import threading
+import re
 import math
+import os
 import resource
+import shutil
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
+from types import ModuleType
+from typing import NamedTuple, get_args
 
 import torch
 import transformers
+from IPython.display import Markdown, display
 from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -60,7 +70,7 @@ from lmrl.figures.style import COLORS, new_figure, show
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
-from lmrl.memory import Setup, plan_table, shape_of
+from lmrl.memory import Plan, Setup, plan, plan_table, shape_of
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
 from lmrl.models import (
     disable_dropout,
@@ -76,10 +86,13 @@ from lmrl.policy import (
     build_policy,
     build_tokenizer,
     completion_texts,
+    gather_logprobs,
     masked_mean,
     pad_left,
     pad_right,
     save_model,
+    tempered,
+    token_logprobs,
     warm_start_folder,
 )
 from lmrl.ppo import value_clipped, value_loss
@@ -98,13 +111,13 @@ from lmrl.recipes import (
     soft_overlong_punishment,
     top_entropy,
 )
-from lmrl.rewards import RewardFunction, load_reward, score_completions
-from lmrl.rollout import Sampler, TorchSampler, require_fit
-from lmrl.signal import dynamic_sampling, frac_reward_zero_std
-from lmrl.tasks import Example, Task, encode_prompt, load_task
+from lmrl.rewards import RewardError, RewardFunction, describe, is_reward, load_reward, reward_name, score_completions
+from lmrl.rollout import Sampler, TorchSampler, require_fit, truncate
+from lmrl.signal import Interval, dynamic_sampling, frac_reward_zero_std, interval_over_problems, pass_at_k, tied_groups
+from lmrl.tasks import Example, Task, drop_long_prompts, encode_prompt, load_task
 from lmrl.trust_region import kl_k1, kl_k3
-from lmrl.values import Critic, build_critic
-from lmrl.vllm_rollout import VLLMSampler, import_vllm
+from lmrl.values import Critic, build_critic, whiten
+from lmrl.vllm_rollout import VLLMSampler, generators_kept, import_vllm, parameter_checksums
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -123,32 +136,39 @@ class TrainConfig:
     """The settings of a run (section 16). The defaults train the tiny policy on two-digit addition."""
 
     task: str = "arithmetic"
-    """What to train on: "arithmetic", or "reasoning_gym:NAME" for a dataset of reasoning-gym."""
+    """What to train on: "arithmetic", "countdown", "reasoning_gym:NAME", "jsonl:FILE" or "datasets:NAME" (section 15)."""
     model: str = "tiny"
     """"tiny" for section 1's warm-started policy, or a Hugging Face folder, a .gguf file, or a package that holds one."""
     reward: str | None = None
-    """Your own reward function as "path/to/file.py:function", in place of the task's."""
+    """A reward in place of the task's: "path/to/file.py:function", a built-in one, or a sum, "0.8*NAME + 0.2*NAME"
+    (section 15)."""
     name: str | None = None
-    """Name of the run's folder; by default the task and the next free number."""
+    """Name of the run's folder; by default the task and the next free number (section 16)."""
     output_dir: str = "runs"
-    """Folder that holds the runs."""
+    """Folder that holds the runs (section 16)."""
     seed: int = 0
-    """Seed of the warm start, the order of the prompts and the sampling."""
+    """Seed of the warm start, the order of the prompts and the sampling (section 16)."""
 
     max_steps: int = 800
-    """Steps: batches that are generated and learned from."""
+    """Steps: batches that are generated and learned from (section 16)."""
     per_device_train_batch_size: int = 512
-    """Completions of the greatest length that go through the model at once."""
+    """Completions of the greatest length that go through the model at once (section 11)."""
     gradient_accumulation_steps: int = 1
-    """Times as many completions per optimiser step, for the same memory."""
+    """Times as many completions per optimiser step, for the same memory (section 11)."""
     num_generations: int = 4
-    """Completions per prompt, G."""
+    """Completions per prompt, G (section 6)."""
     num_iterations: int = 2
-    """Optimiser steps taken from each generated batch."""
+    """Passes over each generated batch (section 10)."""
+    num_mini_batches: int = 1
+    """Parts of a batch, with an optimiser step for each in every pass (section 16)."""
+    target_kl: float | None = None
+    """Leave a batch when the policy is this far, in nats per token, from the one that it is compared with (section 16)."""
     max_completion_length: int = 4
-    """Cap on the tokens of a completion."""
+    """Cap on the tokens of a completion (section 11)."""
+    max_prompt_length: int | None = None
+    """Prompts of more tokens are dropped with a count, never cut; by default all have to fit (section 15)."""
     temperature: float = 1.0
-    """Divides the logits, in sampling and in scoring."""
+    """Divides the logits, in sampling and in scoring (section 11)."""
     top_k: int = 0
     """Sample from the k likeliest tokens alone; 0 is all. Needs vllm_importance_sampling_correction (section 11)."""
     top_p: float = 1.0
@@ -158,38 +178,43 @@ class TrainConfig:
     use_vllm: bool = False
     """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
     vllm_mode: str = "colocate"
-    """Where the engine runs: "colocate" is in the trainer's process, on its GPU."""
+    """Where the engine runs: "colocate" is in the trainer's process, on its GPU (section 14)."""
     vllm_gpu_memory_utilization: float = 0.3
-    """The engine's share of the GPU's memory."""
+    """The engine's share of the GPU's memory (section 14)."""
     vllm_max_model_length: int | None = None
-    """The engine's cap on the tokens of prompt and completion; by default what fits."""
+    """The engine's cap on the tokens of prompt and completion; by default what fits (section 14)."""
     vllm_importance_sampling_correction: bool = False
     """Weigh advantages by the ratio of the policy's to the sampler's probabilities, whichever sampler it is (section 14)."""
     vllm_importance_sampling_mode: str = "sequence_mask"
-    """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap."""
+    """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap
+    (section 14)."""
     vllm_importance_sampling_clip_max: float = 3.0
     """Cap on the ratio of the correction."""
     vllm_enable_sleep_mode: bool = False
-    """Leave the engine's share of a GPU to the trainer while it learns."""
+    """Leave the engine's share of a GPU to the trainer while it learns (section 14)."""
 
     learning_rate: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW (section 16)."""
     warmup_steps: int = 40
-    """Steps over which the learning rate rises from zero."""
+    """Steps over which the learning rate rises from zero (section 16)."""
     lr_scheduler_type: str = "linear"
-    """After the warm-up: "linear" to zero, or "constant"."""
+    """After the warm-up: "linear" or "cosine" to zero, or "constant" (section 16)."""
     weight_decay: float = 0.0
-    """AdamW's weight decay."""
+    """AdamW's weight decay (section 16)."""
     adam_beta2: float = 0.99
-    """AdamW's second-moment decay."""
+    """AdamW's second-moment decay (section 16)."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are scaled down to this norm (section 16)."""
+    max_skipped_updates: int = 3
+    """A gradient that is not finite skips its optimiser step; so many in a row stop the run (section 16)."""
 
     advantage_estimator: str = "group"
     """What a reward is compared with: the "group"'s mean, the others of the group ("leave_one_out"), the "batch"'s mean,
     "none", a critic ("gae", section 8), or fresh endings of every prefix ("monte_carlo", section 7)."""
     scale_rewards: str = "group"
     """"group" divides advantages by the group's standard deviation, "batch" by the batch's, "none" does not (section 6)."""
+    whiten_advantages: bool = False
+    """Give the advantages of a batch's tokens mean 0 and standard deviation 1, with "gae" or "monte_carlo" (section 7)."""
     importance_sampling_level: str = "token"
     """One ratio for every "token", or for every "sequence" (section 14)."""
     clip_type: str = "ppo"
@@ -197,7 +222,7 @@ class TrainConfig:
     epsilon: float = 0.2
     """Clip range of the ratio (section 10)."""
     epsilon_high: float | None = None
-    """Upper clip range, if different from epsilon."""
+    """Upper clip range, if different from epsilon (section 10)."""
     delta: float | None = None
     """Bound on the ratio of tokens with negative advantage (section 14)."""
     loss_type: str = "dapo"
@@ -213,7 +238,7 @@ class TrainConfig:
     top_entropy_quantile: float = 1.0
     """Learn only from this share of the tokens, those of the highest entropy; 1 is all (section 14)."""
     mask_truncated_completions: bool = False
-    """Leave completions that hit the cap out of the loss."""
+    """Leave completions that hit the cap out of the loss (section 11)."""
     overlong_buffer: int = 0
     """Tokens before the cap over which a punishment for length rises to 1; 0 is none (section 14)."""
     dynamic_sampling: bool = False
@@ -223,7 +248,7 @@ class TrainConfig:
     lam: float = 0.95
     """λ of "gae" (section 8)."""
     critic_learning_rate: float = 1e-3
-    """Peak learning rate of the critic's own AdamW, for "gae"."""
+    """Peak learning rate of the critic's own AdamW, for "gae" (section 10)."""
     vf_coef: float = 0.1
     """Weight of the critic's loss. Its AdamW undoes any factor, so it only matters where max_grad_norm cuts (section 10)."""
     cliprange_value: float | None = 0.2
@@ -231,16 +256,26 @@ class TrainConfig:
     num_value_samples: int = 4
     """Fresh endings of every prefix, for "monte_carlo" (section 7)."""
 
+    preflight: bool = True
+    """Look for faults of the set-up before the first step, and do not start with one (section 16)."""
     num_eval_problems: int = 256
-    """Held-out problems for pass@1, before and after."""
+    """Held-out problems for pass@1, before and after (section 16)."""
     num_eval_generations: int = 4
-    """Completions per held-out problem."""
+    """Completions per held-out problem (section 16)."""
+    report_to: str = "tensorboard"
+    """Where metrics go besides metrics.jsonl: "tensorboard", "wandb", "trackio", several with commas, or "none" (section 16)."""
     save_steps: int = 100
-    """A checkpoint is written every so many steps, and at the end."""
+    """Every so many steps, and at the end, held-out pass@1 is measured and a checkpoint is written (section 16)."""
+    save_total_limit: int | None = 2
+    """How many checkpoints are kept, the newest, besides the best; None is all (section 16)."""
+    resume: str | None = None
+    """Folder of a run that goes on, with its own settings, after its newest whole checkpoint (section 16)."""
     dtype: str = "float32"
-    """Number format of the weights: "float32" or "bfloat16"."""
+    """Number format of the weights: "float32", "bfloat16", or "float16", which needs master_weights (section 16)."""
+    master_weights: bool = False
+    """float32 copies of bfloat16 or float16 weights, which are what the optimiser steps (section 12)."""
     device: str = "auto"
-    """"auto" is a GPU if there is one, else the CPU."""
+    """"auto" is a GPU if there is one, else the CPU (section 12)."""
 
     @property
     def completions_per_step(self) -> int:
@@ -262,7 +297,7 @@ def check_config(config: TrainConfig) -> None:
     positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
-    positive += ("vllm_importance_sampling_clip_max",)
+    positive += ("vllm_importance_sampling_clip_max", "max_skipped_updates", "num_mini_batches")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -272,6 +307,8 @@ def check_config(config: TrainConfig) -> None:
     for name in ("temperature", "weight_decay", "beta", "entropy_coef"):
         if math.isinf(getattr(config, name)):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be finite")
+    if config.save_total_limit is not None and not config.save_total_limit > 0:
+        raise ValueError(f"save_total_limit is {config.save_total_limit}; keep at least 1, or null for all")
     if config.seed >= 2**63:
         raise ValueError(f"seed is {config.seed}; it must be below 2**63")
     for name in ("learning_rate", "critic_learning_rate"):
@@ -292,17 +329,25 @@ def check_config(config: TrainConfig) -> None:
             f"{config.per_device_train_batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}), "
             f"which num_generations {config.num_generations} does not divide; change one of them"
         )
+    if config.completions_per_step % config.num_mini_batches:
+        raise ValueError(
+            f"a step has {config.completions_per_step} completions, which num_mini_batches {config.num_mini_batches} does "
+            "not divide; change it, or the size of the step"
+        )
     if not 0 < config.vllm_gpu_memory_utilization <= 1:
         raise ValueError(
             f"vllm_gpu_memory_utilization is {config.vllm_gpu_memory_utilization}; it is a share of the GPU, so take "
             "0 < share <= 1, for example 0.3"
         )
+    tracker_names(config.report_to)
+    if config.max_prompt_length is not None and config.max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length is {config.max_prompt_length}; it must be at least 1, or left out")
     if config.vllm_max_model_length is not None and config.vllm_max_model_length <= config.max_completion_length:
         raise ValueError(
             f"vllm_max_model_length is {config.vllm_max_model_length} and max_completion_length "
             f"{config.max_completion_length}; that leaves no token for a prompt"
         )
-    choices = {"lr_scheduler_type": ("linear", "constant"), "dtype": ("float32", "bfloat16")}
+    choices = {"lr_scheduler_type": ("linear", "cosine", "constant"), "dtype": ("float32", "bfloat16", "float16")}
     choices |= {"vllm_mode": ("colocate",)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
@@ -310,6 +355,49 @@ def check_config(config: TrainConfig) -> None:
     if config.name is not None and (config.name in ("", "..") or config.name != Path(config.name).name):
         raise ValueError(f"name is {config.name!r}; give a folder's name without slashes, and its place as output_dir")
     check_recipe(config)
+    for applies, reason in impossible_updates(config):
+        if applies:
+            raise ValueError(reason)
+
+
+# %% [markdown]
+# The settings of the update are explained below, where they act; which of them exclude each other is said here.
+
+
+# %% tags=["export:config"]
+def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
+    """What is wrong with settings of the update, and the remedy, each with whether it applies (section 16)."""
+    c, tokens = config, config.advantage_estimator in ("gae", "monte_carlo")
+    once = c.num_iterations * c.num_mini_batches == 1
+    return [
+        (
+            c.target_kl is not None and not c.target_kl > 0,
+            f"target_kl is {c.target_kl}; it must be greater than 0, or left out",
+        ),
+        (
+            c.target_kl is not None and once,
+            f"target_kl is {c.target_kl}, but a batch is used for one optimiser step, at which the policy has not moved yet; "
+            "leave target_kl out, or raise num_iterations or num_mini_batches",
+        ),
+        (
+            c.whiten_advantages and not tokens,
+            f'whiten_advantages is for advantages that each token has of its own; advantage_estimator "{c.advantage_estimator}" '
+            'has one per completion, for which advantage_estimator "batch" with scale_rewards "batch" does the same',
+        ),
+        (
+            c.whiten_advantages and c.scale_rewards == "batch",
+            'whiten_advantages divides by a standard deviation already; set scale_rewards to "none"',
+        ),
+        (
+            c.master_weights and c.dtype == "float32",
+            "master_weights is for bfloat16 and float16: float32 weights are already what the optimiser steps",
+        ),
+        (
+            c.dtype == "float16" and not c.master_weights,
+            "dtype float16 needs master_weights: in float16 AdamW's epsilon of 1e-8 is zero, and it divides by it; set "
+            "master_weights, or take bfloat16",
+        ),
+    ]
 
 
 # %%
@@ -336,7 +424,7 @@ def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generation
 # %% [markdown]
 # **Rollouts → rewards.** The reward function reads texts, in TRL's signature: lists of prompts and completions, and the
 # task's other columns by name. It may answer `None` for a completion that nobody can grade; if that is all of them, we say
-# so, once.
+# so, once. What it counts beside, such as time-outs or the parts of a weighted sum (section 15), is logged with the step.
 
 
 # %% tags=["export"]
@@ -358,11 +446,28 @@ def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: Reward
     return replace(rollouts, rewards=rewards.to(device), graded=graded.to(device))
 
 
+def reward_metrics(reward: RewardFunction) -> dict[str, float]:
+    """The ``metrics`` of a reward function's last call, none if it has no such dictionary (sections 15 and 16).
+
+    Raises RewardError for one that is not a finite number.
+    """
+    metrics = getattr(reward, "metrics", {})
+    for name, value in metrics.items():
+        if value is None or not is_reward(value):
+            raise RewardError(f"reward function {reward_name(reward)}: its metric {name!r} is {value!r}, not a number")
+    return {name: float(value) for name, value in metrics.items()}
+
+
 # %% [markdown]
 # **Rewards → advantages.** There are two kinds. If a completion is compared with others, all its tokens share one number
 # (sections 6 and 14). If every token has a value to be compared with, from a critic or from fresh endings, each has its own
 # (sections 7 and 8). What is taken from the reward, a punishment for length or the KL to the reference, is taken here: the
 # metrics keep the reward that the task gave.
+#
+# Advantages of single tokens can be whitened: section 7's mean 0 and standard deviation 1, over all tokens that enter the loss
+# and before the batch is cut into anything. TRL's PPO does that always, and can whiten the rewards before it as well. We do
+# not: a reward that is divided by the spread of its batch is measured in another unit in every step, and the critic, whose
+# target it is, would chase the unit.
 
 
 # %% tags=["export"]
@@ -391,7 +496,7 @@ def token_advantages(
     """The rollouts with ``advantages``, ``values`` and ``returns`` ``[B, T]``, from V before every token (section 8).
 
     ``bootstrap`` ``[B]`` is a critic's V after the last token of truncated rows, which then get no reward. Without it the
-    values are taken as exact, and λ as 0.
+    values are taken as exact, and λ as 0. Whitened over the batch if ``config.whiten_advantages``.
     """
     mask, bootstrapped = rollouts.mask, None if bootstrap is None else rollouts.truncated
     rewards = torch.where(rollouts.graded, rollouts.rewards, 0.0)
@@ -406,6 +511,8 @@ def token_advantages(
     advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=lam, bootstrap=bootstrap)
     if config.scale_rewards == "batch":
         advantages = advantages / batch_std(rollouts.rewards, rollouts.graded)
+    if config.whiten_advantages:
+        advantages = whiten(advantages, loss_mask(rollouts, config.mask_truncated_completions))
     return replace(rollouts, advantages=advantages, values=values, returns=returns)
 
 
@@ -692,11 +799,13 @@ def require_finite(what: str, values: Tensor, mask: Tensor) -> None:
         )
 
 
-def clip_gradient(what: str, model, max_norm: float) -> float:
-    """Scale the gradient of ``model`` down to ``max_norm``; its norm before. FloatingPointError if that is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    require_finite(what, norm[None], torch.ones_like(norm, dtype=torch.bool)[None])
-    return float(norm)
+@contextmanager
+def named_step(number: int) -> Iterator[None]:
+    """Let a FloatingPointError of a ``with`` block say in which step it came up (section 16)."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {number}: {error}") from error
 
 
 # %% [markdown]
@@ -740,6 +849,13 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+def mean_metrics(records: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the records that have it: over the draws of a step, for what a reward counts (section 16)."""
+    names = dict.fromkeys(name for record in records for name in record)
+    values = {name: [record[name] for record in records if name in record] for name in names}
+    return {name: sum(column) / len(column) for name, column in values.items()}
+
+
 class Stopwatch:
     """Seconds of a step and of its phases, each of which may come several times (section 16)."""
 
@@ -772,8 +888,9 @@ def peak_memory(device: str) -> float:
 # %% [markdown]
 # ## The trainer
 #
-# All state of a run is here: the weights, the optimiser, how far the learning rate has come, which prompts are next,
-# and the generators behind every random choice. Prompts are visited in shuffled passes over the data.
+# All state of a run is here: the weights, the optimiser, how many steps are done, which prompts are next, and the generators
+# behind every random choice. Prompts are visited in shuffled passes over the data. The learning rate follows from the number
+# of steps alone.
 
 
 # %% tags=["export"]
@@ -783,45 +900,212 @@ def generator_for(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def shuffled_batches(count: int, size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Endless batches of ``size`` indices below ``count``, each pass over all of them in a new order (section 16)."""
-    waiting = []
-    while True:
-        while len(waiting) < size:
-            waiting += torch.randperm(count, generator=generator).tolist()
-        yield waiting[:size]
-        waiting = waiting[size:]
+class ShuffledBatches:
+    """Endless batches of ``size`` indices below ``count``, each pass over all of them in a new order (section 16).
+
+    ``waiting`` are the indices of the pass that are still to come: with the generator, the place in the data.
+    """
+
+    def __init__(self, count: int, size: int, generator: torch.Generator):
+        self.count, self.size, self.generator, self.waiting = count, size, generator, []
+
+    def __iter__(self) -> "ShuffledBatches":
+        return self
+
+    def __next__(self) -> list[int]:
+        while len(self.waiting) < self.size:
+            self.waiting += torch.randperm(self.count, generator=self.generator).tolist()
+        batch, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
+        return batch
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
-    """Factor on the learning rate at ``step`` (0-based): linear warm-up, then linear decay or constant (section 16)."""
+    """Factor on the learning rate at ``step`` (0-based): linear warm-up, times a decay to 0 at the end (section 16)."""
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    return warmup * (1 - step / config.max_steps) if config.lr_scheduler_type == "linear" else warmup
+    done = step / config.max_steps
+    decay = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
+    return warmup * decay[config.lr_scheduler_type]
 
 
 # %% [markdown]
+# ### One optimiser step
+#
+# What steps a model is an object of its own, since a critic has one too. It holds AdamW, and takes care of two things that go
+# wrong in half precision or on a bad batch.
+#
+# **A gradient that is not finite.** Every log-prob may be fine and the gradient still `NaN`, or too large for its format. A
+# step along it would put `NaN` into every weight, and into Adam's moments, which never lose it again. So that one step is
+# skipped: weights and moments stay as they are, and `skipped_updates` counts it. Once is an accident. After
+# `max_skipped_updates` in a row the run stops, for then the fault is not in the batch.
+#
+# **Steps that are too small for the format.** AdamW moves a weight by about the learning rate $\eta$. The bfloat16 numbers
+# around a weight $w$ are $2^{-8}$ to $2^{-7}$ of $|w|$ apart, and less than half of that is rounded away: with $\eta =
+# 10^{-6}$ all weights above about $5\cdot10^{-4}$ stand still, however often they are pushed. With `master_weights` the
+# optimiser therefore steps a copy in float32, where the small steps add up, and the model gets the copy, rounded, after every step. What that takes is
+# section 12's table: 16 bytes for each parameter, as without half precision, but with its fast matrix products.
+#
+# **Gradients that are too small for the format.** float16 has more digits than bfloat16 and fewer exponents: below $6 \cdot
+# 10^{-8}$ there is nothing but zero, and many gradients are smaller. So the loss is multiplied by a scale $s$ before the backward pass, and
+# the float32 gradients divided by it before their norm is taken, so that `max_grad_norm` means the true gradient. $s$ is a power of
+# two, which changes the exponent of a number and none of its digits. A scale that is too high shows as a
+# gradient that is not finite: that step is skipped, and the next one has half the scale; after 2000 good steps twice
+# the scale is tried. Our loss is proportional to the weights of the tokens, so the scale is a factor on those; it has to go in
+# before section 11's fused loss, which has its gradients ready, and rounded, before anything is multiplied from outside.
+
+
+# %% tags=["export"]
+LOSS_SCALE, GOOD_STEPS = 2.0**16, 2000  # of float16: what is tried first; steps after which twice as much is tried
+
+
+def float32_copies(weights: list[Tensor]) -> list[Tensor]:
+    """A float32 copy of each of ``weights`` for the optimiser (section 16)."""
+    return [weight.detach().to(torch.float32, copy=True) for weight in weights]
+
+
+class Learner:
+    """Steps the trainable weights of a model (section 16).
+
+    ``optimizer`` is AdamW over ``masters``: the ``weights``, or their float32 copies with ``config.master_weights``. A loss is
+    to be multiplied by ``scale``, 1 except in float16, before its backward pass. ``skipped_in_a_row`` and ``good_steps``
+    count optimiser steps since the last one that was taken, or skipped.
+    """
+
+    def __init__(self, model, learning_rate: float, config: TrainConfig):
+        self.config, self.learning_rate = config, learning_rate
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.masters = float32_copies(self.weights) if config.master_weights else self.weights
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=learning_rate, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay
+        )
+        self.scaled = any(weight.dtype == torch.float16 for weight in self.weights)
+        self.scale = LOSS_SCALE if self.scaled else 1.0
+        self.good_steps = self.skipped_in_a_row = 0
+
+    def start(self, step: int) -> float:
+        """Take the learning rate of ``step`` (0-based), and return it."""
+        rate = self.learning_rate * learning_rate_factor(step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def zero_grad(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self) -> float:
+        """One optimiser step along the gradients of the weights, cut to ``max_grad_norm``; their norm before that.
+
+        A norm that is not finite changes nothing. FloatingPointError at the last of ``max_skipped_updates`` in a row.
+        """
+        if self.masters is not self.weights:
+            for master, weight in zip(self.masters, self.weights, strict=True):
+                master.grad = None if weight.grad is None else weight.grad.float().div_(self.scale)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.round()
+        self.count(math.isfinite(norm))
+        return norm
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Give the weights the values of their masters."""
+        if self.masters is not self.weights:
+            for master, weight in zip(self.masters, self.weights, strict=True):
+                weight.copy_(master)
+                master.grad = None
+
+    def count(self, taken: bool) -> None:
+        """Note whether a step was taken or skipped, and adjust the loss scale of float16."""
+        self.good_steps = self.good_steps + 1 if taken else 0
+        if taken:
+            self.skipped_in_a_row = 0
+            if self.scaled and self.good_steps % GOOD_STEPS == 0:
+                self.scale *= 2
+        elif self.scale > 1:
+            self.scale /= 2
+        else:
+            self.skipped_in_a_row += 1
+        if self.skipped_in_a_row == self.config.max_skipped_updates:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} optimiser steps in a row were skipped, for their gradients were not finite; "
+                "lower learning_rate (or use dtype float32), or look at the rewards"
+            )
+
+
+# %% [markdown]
+# A weight of 1 that is pushed down a hundred times by $10^{-4}$:
+
+# %%
+for dtype, master_weights in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+    layer = torch.nn.Linear(1, 1, bias=False, dtype=getattr(torch, dtype))
+    torch.nn.init.ones_(layer.weight)
+    learner = Learner(layer, 1e-4, replace(config, dtype=dtype, master_weights=master_weights))
+    for _ in range(100):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        learner.step()
+    print(f"{dtype:9}{'+ master' if master_weights else '':9} {layer.weight.item()}")
+    assert (layer.weight.item() == 1) == (dtype == "bfloat16" and not master_weights)
+
+# %% [markdown]
+# ### One step of the run
+#
 # `step` reads straight down, in the order of the chain at the top, and reports the seconds of its phases: where a step
 # spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `gather` is the
 # stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if no
 # group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside the
 # rewards.
-# `update` is the inner half: gradients of all micro-batches add up, then one optimiser step, `num_iterations` times
-# over the same batch. A critic has an optimiser of its own and learns from the same pieces.
+# `update` is the inner half: `learn` adds up the gradients of all micro-batches and takes one optimiser step, and `update` does that
+# `num_iterations` times over the same batch. A critic has a `Learner` of its own and learns from the same pieces.
+#
+# **Mini-batches.** PPO cuts a batch into `num_mini_batches` parts and takes a step for each. Each step is a loss of its own, so
+# the weights of its tokens are normalised over its own rows. The prompts of a batch came in random order, so that consecutive rows
+# are as good as any. One thing changes that no error would show: from the second step on the policy is no longer the one that the
+# ratio compares with, so that the old log-probs have to be known before the first. What is a statement about the batch, such as
+# whitening, has been made before it is cut.
+#
+# **When to leave a batch.** With `target_kl`, no further step is taken from a batch as soon as the policy, in the forward pass before
+# that step, is farther from the old one than that. The pass is wasted then; in exchange the KL is measured on all tokens of the
+# step, and not guessed. `updates` is the number of optimiser steps that a batch gave.
 
 
 # %% tags=["export"]
 def needs_old_logprobs(config: TrainConfig) -> bool:
     """Whether a setting needs the policy's log-probs or entropies before the update (section 16)."""
-    correction = config.vllm_importance_sampling_correction
-    return correction or config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
+    correction, several = config.vllm_importance_sampling_correction, config.num_mini_batches > 1
+    return correction or several or config.beta_in("reward") != 0 or config.top_entropy_quantile < 1
 
 
-def adamw(model, learning_rate: float, config: TrainConfig):
-    """AdamW over the trainable parameters of ``model``, and its learning-rate schedule (section 16)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    betas = (0.9, config.adam_beta2)
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=betas, weight_decay=config.weight_decay)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config))
+def mini_batches(rollouts: Rollouts, config: TrainConfig) -> list[list[tuple[Rollouts, Tensor]]]:
+    """For each of ``num_mini_batches`` optimiser steps its micro-batches, rows without a gradient left out (section 16)."""
+    batches = []
+    for rows in torch.arange(len(rollouts), device=rollouts.mask.device).chunk(config.num_mini_batches):
+        batch = rollouts.select(rows)
+        mask = loss_mask(batch, config.mask_truncated_completions)
+        weights = token_weights(mask, config.loss_type, config.max_completion_length)
+        trained = rows_with_gradient(batch, weights, config)
+        trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
+        batches.append(list(micro_batches(batch.select(trained), weights[trained], token_budget(batch, config))))
+    return batches
+
+
+def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict[str, float]:
+    """The metrics of an update from those of its optimiser steps: means over those of the last pass (section 16).
+
+    Of the first pass, before the policy moves, are ``ratio_error`` (its first step), ``sampler_gap`` (the greatest), and
+    what describes the policy and the critic as they were.
+    """
+    first, last = steps[:num_mini_batches], steps[-num_mini_batches:]
+    metrics = {name: sum(step[name] for step in last) / len(last) for name in last[0]}
+    for name in {"kl_ref", "trained_entropy", "value_loss"} & metrics.keys():
+        metrics[name] = sum(step[name] for step in first) / len(first)
+    norms = [step[name] for step in steps for name in ("grad_norm", "critic_grad_norm") if name in step]
+    return metrics | {
+        "ratio_error": steps[0]["ratio_error"],
+        "sampler_gap": max(step["sampler_gap"] for step in first),
+        "updates": len(steps),
+        "skipped_updates": sum(not math.isfinite(norm) for norm in norms),
+    }
 
 
 # %% tags=["export"]
@@ -839,6 +1123,9 @@ class Trainer:
         self, config: TrainConfig, model, tokenizer, task: Task, sampler: Sampler, reference=None, critic=None
     ):
         check_config(config)
+        self.dropped_prompts, self.reward_metrics = 0, []
+        if config.max_prompt_length is not None:
+            task, self.dropped_prompts = drop_long_prompts(task, tokenizer, config.max_prompt_length)
         prompts = config.completions_per_step // config.num_generations
         if prompts > len(task.train):
             raise ValueError(
@@ -855,24 +1142,26 @@ class Trainer:
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
         self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
-        self.optimizer, self.schedule = adamw(model, config.learning_rate, config)
+        self.learner, self.critic_learner = Learner(model, config.learning_rate, config), None
         if critic is not None:
             disable_dropout(critic.trunk)
-            self.critic_optimizer, self.critic_schedule = adamw(critic, config.critic_learning_rate, config)
-        self.batches = shuffled_batches(len(task.train), prompts, generator_for(config.seed, "data"))
+            self.critic_learner = Learner(critic, config.critic_learning_rate, config)
+        self.batches = ShuffledBatches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
 
     def step(self) -> dict[str, float]:
         """Generate, grade, learn: one pass of the loop. Returns its metrics."""
-        watch = Stopwatch()
-        examples, drawn, rollouts = self.gather(watch)
-        rollouts = self.prepare(rollouts, examples, watch)
-        with watch.phase("update"):
-            learning = self.update(rollouts)
-        self.sampler.sync(self.model)
+        watch, self.reward_metrics = Stopwatch(), []
+        with named_step(self.steps_done + 1):
+            examples, drawn, rollouts = self.gather(watch)
+            rollouts = self.prepare(rollouts, examples, watch)
+            with watch.phase("update"):
+                learning = self.update(rollouts)
+            self.sampler.sync(self.model)
         self.steps_done += 1
-        return {"step": self.steps_done, **rollout_metrics(drawn), **learning, **watch.metrics()}
+        counted = mean_metrics(self.reward_metrics)
+        return {"step": self.steps_done, **counted, **rollout_metrics(drawn), **learning, **watch.metrics()}
 
     def draw(self, watch: Stopwatch) -> tuple[list[Example], Rollouts]:
         """The next prompts, and graded completions for them."""
@@ -882,7 +1171,9 @@ class Trainer:
                 self.sampler, self.tokenizer, examples, self.config.num_generations, self.next_sampling_seed()
             )
         with watch.phase("reward"):
-            return examples, grade(rollouts, self.tokenizer, examples, self.task.reward)
+            rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
+            self.reward_metrics.append(reward_metrics(self.task.reward))
+        return examples, rollouts
 
     def next_sampling_seed(self) -> int:
         return int(torch.randint(2**31, (), generator=self.sampling))
@@ -919,48 +1210,47 @@ class Trainer:
         return adjust_advantages(estimate(rollouts, config, *values), entropy, config)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
-        """``num_iterations`` optimiser steps on one batch. A gradient that is not finite raises and changes nothing."""
-        config = self.config
-        mask = loss_mask(rollouts, config.mask_truncated_completions)
-        weights = token_weights(mask, config.loss_type, config.max_completion_length)
-        trained = rows_with_gradient(rollouts, weights, config)
-        trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
-        pieces = list(micro_batches(rollouts.select(trained), weights[trained], token_budget(rollouts, config)))
-        padding, summaries = padding_share(pieces), []
-        for _ in range(config.num_iterations):
-            self.optimizer.zero_grad()
-            loss, passes = 0.0, []
-            for i, (piece, piece_weights) in enumerate(pieces):
-                piece_loss, piece, metrics = micro_batch_pass(self.model, piece, piece_weights, config, self.reference)
-                piece_loss.backward()
-                pieces[i] = (piece, piece_weights)
-                passes.append((metrics, piece.mask))
-                loss += float(piece_loss.detach())
-            norm = clip_gradient("the gradient", self.model, config.max_grad_norm)
-            self.optimizer.step()
-            summaries.append({"loss": loss, "grad_norm": norm, **summarise(passes)})
-            if config.advantage_estimator == "gae":
-                summaries[-1] |= self.update_critic(pieces)
-        rate = self.schedule.get_last_lr()[0]
-        self.schedule.step()
-        if self.critic is not None:
-            self.critic_schedule.step()
-        of_first_pass = ("ratio_error", "sampler_gap", "kl_ref", "trained_entropy", "value_loss")
-        first = {name: summaries[0][name] for name in of_first_pass if name in summaries[0]}
+        """``num_iterations`` passes over one batch, with an optimiser step for each mini-batch, or fewer by ``target_kl``."""
+        batches, steps = mini_batches(rollouts, self.config), []
+        rate = self.learner.start(self.steps_done)
+        if self.critic_learner is not None:
+            self.critic_learner.start(self.steps_done)
+        for pieces in batches * self.config.num_iterations:
+            learned = self.learn(pieces, self.config.target_kl if steps else None)
+            if learned is None:
+                break
+            steps.append(learned)
+        pieces = [piece for batch in batches for piece in batch]
         mismatch = watch_sampler(concatenate([piece for piece, _ in pieces]))
-        return {**summaries[-1], **first, **mismatch, "padding": padding, "learning_rate": rate}
+        metrics = update_metrics(steps, len(batches))
+        return {**metrics, **mismatch, "padding": padding_share(pieces), "learning_rate": rate}
 
-    def update_critic(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
-        """One optimiser step of the critic on the pieces of a batch."""
-        self.critic_optimizer.zero_grad()
+    def learn(self, pieces: list[tuple[Rollouts, Tensor]], target_kl: float | None = None) -> dict[str, float] | None:
+        """One optimiser step on a mini-batch, whose pieces get their ``old_logprobs``; beyond ``target_kl`` None instead."""
+        config, scale = self.config, self.learner.scale
+        self.learner.zero_grad()
+        loss, passes = 0.0, []
+        for i, (piece, weights) in enumerate(pieces):
+            piece_loss, piece, metrics = micro_batch_pass(self.model, piece, weights * scale, config, self.reference)
+            piece_loss.backward()
+            pieces[i] = (piece, weights)
+            passes.append((metrics, piece.mask))
+            loss += float(piece_loss.detach()) / scale
+        summary = summarise(passes)
+        if target_kl is not None and summary["kl_old"] > target_kl:
+            return None
+        learned = {"loss": loss, "grad_norm": self.learner.step(), **summary}
+        return learned | self.learn_values(pieces) if config.advantage_estimator == "gae" else learned
+
+    def learn_values(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
+        """One optimiser step of the critic on the pieces of a mini-batch."""
+        self.critic_learner.zero_grad()
         passes = []
         for piece, weights in pieces:
-            loss, metrics = critic_pass(self.critic, piece, weights, self.config)
+            loss, metrics = critic_pass(self.critic, piece, weights * self.critic_learner.scale, self.config)
             loss.backward()
             passes.append((metrics, weights > 0))
-        clip_gradient("the critic's gradient", self.critic, self.config.max_grad_norm)
-        self.critic_optimizer.step()
-        return summarise(passes)
+        return {"critic_grad_norm": self.critic_learner.step(), **summarise(passes)}
 
 
 # %% [markdown]
@@ -986,6 +1276,74 @@ phases = [metrics[f"{phase}_seconds"] for phase in ("generation", "reward", "upd
 assert sum(phases) <= metrics["seconds"]
 
 # %% [markdown]
+# Each of these numbers answers a question. The table has them all, with the range in which a run is usually well and the section
+# that explains it; other recipes log a few more. A range is a rule of thumb, and leaving it a reason to look. `reward/NAME` is
+# the mean of one of several weighted reward functions; what a function counts by itself, in a dictionary `metrics`, is
+# logged under the names that it gives.
+
+
+# %% tags=["export:metrics"]
+class Metric(NamedTuple):
+    """A line of the table of metrics: what it is, the range in which a run is usually well, and the section."""
+
+    meaning: str
+    healthy: str
+    section: int
+
+
+METRICS = {
+    "step": Metric("steps taken", "", 16),
+    "reward": Metric("mean reward of the step's completions, before any penalty", "rises", 15),
+    "reward_std": Metric("standard deviation of these rewards", "above 0", 13),
+    "reward/NAME": Metric("mean of one of several weighted reward functions", "rises", 15),
+    "frac_reward_zero_std": Metric("share of groups whose rewards are all equal: no signal", "below 0.8", 13),
+    "entropy": Metric(
+        "entropy per sampled token, in nats, estimated from all of them", "falls slowly, stays above 0", 9
+    ),
+    "completion_length": Metric("mean tokens of a completion", "well below the cap", 11),
+    "truncated": Metric("share of completions that the cap cut off", "below 0.1", 11),
+    "ungraded": Metric("share of completions that nobody could grade", "below 0.1", 15),
+    "loss": Metric("the loss of the last pass over the batch", "any: it measures no progress", 11),
+    "grad_norm": Metric("norm of the policy's gradient before it is clipped, last pass", "steady, no jumps", 16),
+    "critic_grad_norm": Metric("the same of the critic's", "steady, no jumps", 16),
+    "updates": Metric("optimiser steps taken from the batch", "as set; fewer after target_kl", 10),
+    "skipped_updates": Metric("of these, skipped because the gradient was not finite", "0", 16),
+    "ratio_error": Metric("greatest distance of a ratio from 1, first pass", "0, or below 1e-3", 10),
+    "clip_fraction": Metric("share of tokens whose gradient the clip cut, last pass", "below 0.2", 10),
+    "kl_old": Metric("KL per token between the policy of the last pass and that of the first", "below 0.05", 9),
+    "kl_ref": Metric("KL per token from the reference, first pass", "starts at 0, grows slowly", 9),
+    "sampler_gap": Metric(
+        "greatest distance of the trainer's log-probs from the sampler's, first pass", "below 1e-3 in float32", 14
+    ),
+    "trained_entropy": Metric("entropy per token that was trained on, exact, first pass", "falls slowly", 9),
+    "value_loss": Metric("the critic's loss, first pass", "falls", 10),
+    "value_clip_fraction": Metric("share of values whose gradient the clip cut, last pass", "below 0.2", 10),
+    "mismatch/ratio_geometric": Metric("policy's to sampler's probability, geometric mean", "0.9 to 1.1", 14),
+    "mismatch/ratio_arithmetic": Metric("the same, arithmetic mean", "0.9 to 1.1, but blind", 14),
+    "mismatch/delta_mean": Metric("mean distance of the trainer's log-probs from the sampler's", "below 0.01", 14),
+    "mismatch/delta_max": Metric("greatest of these distances", "below 1", 14),
+    "mismatch/ess": Metric("effective share of completions after the correction", "above 0.9", 14),
+    "padding": Metric("share of the micro-batches' area that no token fills", "below 0.5", 11),
+    "learning_rate": Metric("the policy's learning rate", "as set", 16),
+    "seconds": Metric("seconds of the step", "steady", 16),
+    "generation_seconds": Metric("of these, generating", "", 11),
+    "reward_seconds": Metric("of these, in the reward function", "far below seconds", 15),
+    "update_seconds": Metric("of these, scoring and learning", "", 11),
+    "generation_share": Metric("generating, as a share of seconds", "", 11),
+}
+
+
+def metrics_table() -> str:
+    """METRICS as a Markdown table (section 16)."""
+    rows = [f"| `{name}` | {' | '.join(map(str, metric))} |" for name, metric in METRICS.items()]
+    return "\n".join(["| metric | what it is | healthy | section |", "|---|---|---|---|", *rows])
+
+
+# %%
+display(Markdown(metrics_table()))
+assert metrics.keys() <= METRICS.keys()
+
+# %% [markdown]
 # ## Measuring: pass@1 on problems nobody trained on
 #
 # The measure of a policy is the probability that *one* sampled answer is right, on held-out problems. We draw several
@@ -993,6 +1351,9 @@ assert sum(phases) <= metrics["seconds"]
 # from the spread of the per-problem means: with $n$ problems of means $\bar R_j$ it is
 # $\pm 1.96\,\mathrm{sd}(\bar R_j)/\sqrt n$. The answers are written in portions of a step's size, so that measuring takes
 # no more memory than training; a completion does not depend on its batch (section 11), so neither does the result.
+#
+# One answer is what a user gets. Several say what the policy *can* do: pass@k, the probability that one of $k$ answers is
+# right. Section 13 has its unbiased estimate from $n \ge k$ answers, and an interval that also holds near 0 and 1.
 
 
 # %% tags=["export"]
@@ -1000,35 +1361,48 @@ assert sum(phases) <= metrics["seconds"]
 class Evaluation:
     """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more, with half_width its 95 %
     interval over problems; reward: mean reward; well_formed: share of answers that finished and have the task's form;
-    samples: one dict per completion."""
+    truncated and ungraded: shares of answers; right: how many answers to each problem have reward 1 or more; samples: one
+    dict per completion, a problem's together."""
 
     pass_at_1: float
     half_width: float
     reward: float
     well_formed: float
+    truncated: float
+    ungraded: float
+    right: list[int]
     samples: list[dict]
 
     def __str__(self) -> str:
         return f"{self.pass_at_1:.3f} ± {self.half_width:.3f}"
 
+    def pass_at(self) -> dict[int, Interval]:
+        """pass@k with its 95 % interval for k = 1, 2, 4, … up to the answers per problem (section 13)."""
+        n = len(self.samples) // len(self.right)
+        ks = [2**i for i in range(n.bit_length())]
+        return {k: interval_over_problems(pass_at_k(torch.tensor(self.right), n, k)) for k in ks}
+
 
 def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
-    """pass@1 of the trainer's current policy on its task's first held-out problems (section 16).
+    """`measure` of the trainer's current policy on its task (section 16)."""
+    return measure(trainer.sampler, trainer.tokenizer, trainer.task, trainer.config, seed)
+
+
+def measure(sampler: Sampler, tokenizer, task: Task, config: TrainConfig, seed: int = 0) -> Evaluation:
+    """Results on the task's first ``num_eval_problems`` held-out problems, ``num_eval_generations`` answers each (section 16).
 
     At most ``completions_per_step`` completions are generated at once (one prompt's, if those are more).
     """
-    config, task = trainer.config, trainer.task
     examples = task.heldout[: config.num_eval_problems]
     if not examples:
         raise ValueError(f"task {task.name} has no held-out problems to evaluate on; put some in its heldout")
     size = max(1, config.completions_per_step // config.num_eval_generations)
     chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
-    rollouts = concatenate(
-        [collect(trainer.sampler, trainer.tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks]
-    )
-    rollouts = grade(rollouts, trainer.tokenizer, examples, task.reward)
-    texts = decode(trainer.tokenizer, rollouts)
-    passed = ((rollouts.rewards >= 1.0) & rollouts.graded).float().view(len(examples), -1).mean(1)
+    rollouts = concatenate([collect(sampler, tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks])
+    rollouts = grade(rollouts, tokenizer, examples, task.reward)
+    texts, metrics = decode(tokenizer, rollouts), rollout_metrics(rollouts)
+    right = ((rollouts.rewards >= 1.0) & rollouts.graded).view(len(examples), -1)
+    passed = right.float().mean(1)
     formed = [not cut and task.well_formed(text) for cut, text in zip(rollouts.truncated.tolist(), texts, strict=True)]
     samples = [
         {"prompt": examples[g].prompt, "completion": text, "reward": reward, "truncated": cut}
@@ -1039,8 +1413,9 @@ def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
     return Evaluation(
         pass_at_1=float(passed.mean()),
         half_width=1.96 * float(passed.std(correction=0)) / math.sqrt(len(examples)),
-        reward=rollout_metrics(rollouts)["reward"],
         well_formed=sum(formed) / len(formed),
+        **{name: metrics[name] for name in ("reward", "truncated", "ungraded")},
+        right=right.sum(1).tolist(),
         samples=samples,
     )
 
@@ -1048,12 +1423,15 @@ def evaluate(trainer: Trainer, seed: int = 0) -> Evaluation:
 # %%
 before = evaluate(trainer)
 print(f"pass@1 after one step: {before}, well formed {before.well_formed:.3f}")
+print(*(f"pass@{k}: {interval}" for k, interval in before.pass_at().items()), sep="\n")
+assert math.isclose(before.pass_at()[1].mean, before.pass_at_1, rel_tol=1e-6)
 
 # %% [markdown]
 # ## What a run leaves behind
 #
 # Metrics go to a JSON-lines file, one object per step, and to TensorBoard. The curves are drawn from the same records.
-# JSON has no `NaN`; a number that is not finite, such as the reward of an ungraded answer, is written as `null`.
+# JSON has no `NaN`; a number that is not finite, such as the reward of an ungraded answer, is written as `null`. A process
+# that is killed may leave half a line behind, so that what is read back is checked line by line.
 
 
 # %% tags=["export:metrics"]
@@ -1065,25 +1443,59 @@ def json_line(record: dict) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-class MetricsLog:
-    """Appends each step's metrics to ``metrics.jsonl`` and to TensorBoard events in ``folder`` (section 16)."""
+def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, float]]:
+    """The records of a ``metrics.jsonl`` up to ``last_step``, or all of them, with NaN for null (section 16).
 
-    def __init__(self, folder: Path):
-        self.records: list[dict[str, float]] = []
+    A last line without its end, of a run that is writing or was killed, does not count. Raises ValueError that names the
+    line which is not a record, or the step at which a file that is not empty ends too early.
+    """
+    records, step = [], 0
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], start=1):
+        if step == last_step:
+            break
+        try:
+            record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+            step = record["step"]
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is not a record of metrics: {line[:60]!r}") from error
+        records.append(record)
+    if records and last_step is not None and step != last_step:
+        raise ValueError(f"{path} ends with step {step}, but step {last_step} was reached")
+    return records
+
+
+class MetricsLog:
+    """Appends each step's metrics to ``metrics.jsonl`` in ``folder`` and to the trackers of ``report_to`` (section 16).
+
+    ``records`` are those that the file has already; TensorBoard drops what it was told of later steps. ``settings`` are
+    shown by trackers that show settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        records: list[dict[str, float]] | None = None,
+        report_to: str = "tensorboard",
+        settings: dict | None = None,
+    ):
+        self.records = list(records or [])
+        self._trackers = [
+            TensorBoard(module, folder, self.records) if name == "tensorboard" else Tracker(module, folder, settings)
+            for name, module in tracker_modules(report_to).items()
+        ]
         self._lines = (folder / "metrics.jsonl").open("a")
-        self._board = optional_import("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
 
     def write(self, metrics: dict[str, float]) -> None:
         self.records.append(metrics)
         self._lines.write(json_line(metrics))
         self._lines.flush()
-        for name, value in metrics.items():
-            if name != "step":
-                self._board.add_scalar(name, value, metrics["step"])
+        for tracker in self._trackers:
+            tracker.write(metrics)
 
     def close(self) -> None:
         self._lines.close()
-        self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def optional_import(module: str, extra: str):
@@ -1092,6 +1504,65 @@ def optional_import(module: str, extra: str):
         return import_module(module)
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'lmrl[{extra}]'") from error
+
+
+# %% [markdown]
+# TensorBoard is the default tracker and reads files. Weights & Biases and Trackio are services, or a local database, with the same
+# three functions: `init`, `log` and `finish`.
+
+
+# %% tags=["export:metrics"]
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers in ``report_to``, names with commas between them or "none"; ValueError for another name (section 16)."""
+    names = [] if report_to == "none" else [name.strip() for name in report_to.split(",")]
+    if not set(names) <= TRACKERS.keys():
+        raise ValueError(f"report_to is {report_to!r}; choose from {', '.join(TRACKERS)}, or none")
+    return names
+
+
+def tracker_modules(report_to: str) -> dict[str, ModuleType]:
+    """The modules of `tracker_names`; ImportError for a package that is not installed (section 16)."""
+    modules = {}
+    for name in tracker_names(report_to):
+        try:
+            modules[name] = import_module(TRACKERS[name])
+        except ImportError as error:
+            package = "'lmrl[train]'" if name == "tensorboard" else name
+            raise ImportError(f"{error.name} is not installed; pip install {package}") from error
+    return modules
+
+
+class TensorBoard:
+    """Metrics as TensorBoard events in ``folder``, after those of ``records`` (section 16)."""
+
+    def __init__(self, module: ModuleType, folder: Path, records: list[dict[str, float]]):
+        purge_step = records[-1]["step"] + 1 if records else None
+        self._board = module.SummaryWriter(str(folder), purge_step=purge_step)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name != "step":
+                self._board.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class Tracker:
+    """Metrics to Weights & Biases or Trackio, as a run of the project lmrl that is called as ``folder`` is (section 16)."""
+
+    def __init__(self, module: ModuleType, folder: Path, settings: dict | None):
+        self._module = module
+        module.init(project="lmrl", name=folder.name, config=settings or {})
+
+    def write(self, metrics: dict[str, float]) -> None:
+        self._module.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])
+
+    def close(self) -> None:
+        self._module.finish()
 
 
 # %% tags=["export:figures"]
@@ -1118,6 +1589,31 @@ def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] |
     for axis in axes[1]:
         axis.set_xlabel("step")
     return figure
+
+
+def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool = False) -> Figure:
+    """One metric of several runs, ``(steps, values)`` each: all values faint, their running mean on top, or ``points``.
+
+    The i-th run has `run_style`'s colour and dashes, whatever it is called.
+    """
+    figure, axis = new_figure(height=2.3)
+    figure.set_size_inches(3.9, 2.3)
+    for i, (steps, values) in enumerate(runs.values()):
+        color, dashes = run_style(i)
+        if points:
+            axis.plot(steps, values, "o", color=color, markersize=5, linestyle=(0, dashes), linewidth=1.2)
+            continue
+        axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.7)
+        axis.plot(steps, running_mean(values), color=color, linewidth=1.8, linestyle=(0, dashes))
+    axis.set_xlabel("step")
+    return figure
+
+
+def run_style(i: int) -> tuple[str, tuple[int, ...]]:
+    """Colour and dashes of the i-th of several runs, which differ in grey too (section 16)."""
+    colors = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+    dashes = [(), (6, 2), (2, 2), (8, 2, 2, 2), (1, 1)]
+    return colors[i % len(colors)], dashes[i % len(dashes)]
 
 
 def recipe_curves(rewards: dict[str, list[list[float]]], columns: int = 4) -> Figure:
@@ -1150,41 +1646,411 @@ def running_mean(values: list[float], width: int = 15) -> list[float]:
 
 
 # %% [markdown]
-# Ctrl-C should lose nothing. The first one lets the current step finish, then the run saves and leaves; a second
-# one leaves at once.
+# ## Checkpoint and resume
+#
+# Machines are taken away, disks fill, processes are killed in the middle of a line. A run that goes on afterwards should be
+# the run that was never stopped: the same prompts, completions, metrics and weights, bit for bit. So a checkpoint holds
+# whatever a step reads that an earlier step wrote. The weights are only a part of that.
+#
+# **The optimiser has a memory.** AdamW divides a running mean of the gradients by the root of a running mean of their
+# squares, and corrects both for having begun at zero. Which parameter they belong to is a number; that is what we save.
+
+
+# %% tags=["export:checkpoint"]
+def optimizer_tensors(optimizer) -> dict[str, Tensor]:
+    """The memory of ``optimizer``, by the parameter's number and its own name, such as "0.exp_avg" (section 16)."""
+    memory = optimizer.state_dict()["state"]
+    return {f"{number}.{name}": value for number, entry in memory.items() for name, value in entry.items()}
+
+
+def load_optimizer(optimizer, tensors: dict[str, Tensor]) -> None:
+    """Give ``optimizer`` the memory in ``tensors``, as `optimizer_tensors` names it; its rates stay (section 16)."""
+    memory = {}
+    for place, value in tensors.items():
+        number, _, name = place.partition(".")
+        memory.setdefault(int(number), {})[name] = value.clone()
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": memory})
+
+
+# %% [markdown]
+# What if it is forgotten? Take a parameter at 0, the gradients $1$ and then $-1$, and learning rate $0.1$. The first step
+# goes to $-0.1$. Adam remembers it and hardly turns back at the second; without the memory every step is a first step, of
+# full length, and the second ends where the first began.
+
+# %%
+ends = {}
+for remember in (True, False):
+    weight, moments = torch.zeros(1, requires_grad=True), {}
+    for gradient in (1.0, -1.0):
+        optimizer = torch.optim.Adam([weight], lr=0.1)  # a new process
+        load_optimizer(optimizer, moments if remember else {})
+        weight.grad = torch.tensor([gradient])
+        optimizer.step()
+        moments = optimizer_tensors(optimizer)
+    ends[remember] = weight.item()
+print(f"with its memory {ends[True]:.4f}, without {abs(ends[False]):.4f}")
+assert abs(ends[True] + 0.0947) < 1e-4 and abs(ends[False]) < 1e-6
+
+# %% [markdown]
+# **What else does a step leave to the next?** The float32 copies of half-precision weights and the loss scale. The critic and
+# its optimiser. What is left of the pass over the prompts, and the
+# generators of data and of sampling. The learning rate is not on the list: it follows from the number of steps. Nor is
+# anything of the sampler, PyTorch's or vLLM's: it gets a seed per call, drawn from the generator of the sampling, and its
+# weights are the policy's. The reference and the prompts stay what they were, so they are not copied; fingerprints of both tell
+# whether the run still finds the same.
+
+
+# %% tags=["export:checkpoint"]
+def learner_tensors(learner) -> dict[str, Tensor]:
+    """What a `Learner` remembers: optimiser, float32 copies of weights, loss scale, counts of steps (section 16)."""
+    counts = torch.tensor([learner.scale, learner.good_steps, learner.skipped_in_a_row], dtype=torch.float64)
+    copies = {} if learner.masters is learner.weights else {f"{i}.master": m for i, m in enumerate(learner.masters)}
+    return {**optimizer_tensors(learner.optimizer), **copies, "counts": counts}
+
+
+@torch.no_grad()
+def load_learner(learner, tensors: dict[str, Tensor]) -> None:
+    """Give a `Learner` what `learner_tensors` saved (section 16)."""
+    learner.scale, learner.good_steps, learner.skipped_in_a_row = tensors["counts"].tolist()
+    for number, master in enumerate(learner.masters):
+        if f"{number}.master" in tensors:
+            master.copy_(tensors[f"{number}.master"])
+    memory = {name: value for name, value in tensors.items() if name != "counts" and not name.endswith(".master")}
+    load_optimizer(learner.optimizer, memory)
+
+
+def trainer_tensors(trainer) -> dict[str, Tensor]:
+    """All that a step changes besides the policy and the number of steps, by part and name, on the CPU (section 16)."""
+    waiting = torch.tensor(trainer.batches.waiting, dtype=torch.int64)
+    parts = {
+        "learner": learner_tensors(trainer.learner),
+        "data": {"generator": trainer.batches.generator.get_state(), "waiting": waiting},
+        "sampling": {"generator": trainer.sampling.get_state()},
+    }
+    if trainer.critic is not None:
+        parts["critic"] = trainer.critic.state_dict()
+        parts["critic_learner"] = learner_tensors(trainer.critic_learner)
+    return {
+        f"{part}.{name}": value.detach().cpu().contiguous()
+        for part, tensors in parts.items()
+        for name, value in tensors.items()
+    }
+
+
+def fingerprints(trainer) -> dict[str, str | None]:
+    """What has to be the same when a run goes on: of the training prompts, and of the reference's weights (section 16)."""
+    contents = {"prompts": [example.prompt for example in trainer.task.train], "reference": None}
+    if trainer.reference is not None:
+        contents["reference"] = parameter_checksums(trainer.reference)
+    return {what: content and hashlib.sha256(repr(content).encode()).hexdigest() for what, content in contents.items()}
+
+
+# %% [markdown]
+# **Whole or not at all.** A checkpoint is written to a hidden folder. It gets a list of its files' SHA-256, in the format of
+# `sha256sum -c`, and is pushed out to the disk. Only then it receives its name, by a rename, which a file system does
+# entirely or not at all. Whatever happens before, a kill, a full disk, leaves the earlier ones as they were. Tensors are in
+# safetensors and the rest in JSON: to load a checkpoint runs nobody's code, as unpickling one would.
+
+
+# %% tags=["export:checkpoint"]
+SUMS, TENSORS, RECORD = "SHA256SUMS", "trainer/state.safetensors", "trainer/state.json"
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal (section 16)."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush_to_disk(path: Path) -> None:
+    """Return when the file, or the folder's list of names, is on the disk and would survive a power cut (section 16)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader finds the old text or the new one, and never a part (section 16)."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    unfinished.write_text(text)
+    flush_to_disk(unfinished)
+    unfinished.replace(path)
+
+
+def seal(folder: Path) -> None:
+    """Add ``SHA256SUMS`` over all files of ``folder``, and return when everything is on the disk (section 16)."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    (folder / SUMS).write_text("".join(f"{sha256(folder / name)}  {name}\n" for name in names))
+    for path in (*folder.rglob("*"), folder):
+        flush_to_disk(path)
+
+
+def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> Path:
+    """Write ``checkpoints/step-NNNNNN`` in the run's ``folder`` and return it: a Hugging Face folder, and ``trainer/``.
+
+    ``trainer/state.safetensors`` has the `trainer_tensors`; ``trainer/state.json`` the step, the settings and the held-out
+    pass@1, if it was measured. Raises OSError, and leaves what was there, if it cannot be written (section 16).
+    """
+    checkpoint = folder / "checkpoints" / f"step-{trainer.steps_done:06d}"
+    record = {"step": trainer.steps_done, "eval_pass_at_1": eval_pass_at_1, **fingerprints(trainer)}
+    record["config"] = asdict(trainer.config)
+    try:
+        checkpoint.parent.mkdir(exist_ok=True)
+        with TemporaryDirectory(dir=checkpoint.parent, prefix=".unfinished-") as scratch:
+            new = Path(scratch) / "new"
+            save_model(new, trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+            (new / "trainer").mkdir()
+            save_file(trainer_tensors(trainer), new / TENSORS)
+            (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+            seal(new)
+            if checkpoint.exists():
+                checkpoint.rename(Path(scratch) / "old")
+            new.rename(checkpoint)
+            flush_to_disk(checkpoint.parent)
+    except Exception as error:  # of a full disk: the libraries have kinds of their own
+        raise OSError(
+            f"cannot write {checkpoint} ({error}); the checkpoints before it are as they were: make room, then go on with "
+            f"lmrl train --resume {folder}"
+        ) from error
+    return checkpoint
+
+
+# %% [markdown]
+# **Which one to load?** The newest that still is what was written. A disk may tear a file, a person may touch one. So the
+# sums are compared before anything is read, and what does not agree is named.
+
+
+# %% tags=["export:checkpoint"]
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, or None if all are as they were written (section 16)."""
+    try:
+        sums = dict(line.split("  ", 1)[::-1] for line in (checkpoint / SUMS).read_text().splitlines())
+    except (OSError, ValueError):
+        return f"its {SUMS} is missing or torn"
+    files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
+    present = {file.as_posix() for file in files if not file.name.startswith(".")} - {SUMS}
+    for name in sorted({RECORD, TENSORS, *sums, *present}):
+        if name not in present:
+            return f"its {name} is missing"
+        if sums.get(name) != sha256(checkpoint / name):
+            return f"its {name} is not what was written"
+    return None
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The checkpoints in a run's ``folder``, the oldest first, damaged ones included (section 16)."""
+    found = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written, from its name (section 16)."""
+    return int(checkpoint.name[5:])
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint of the run in ``folder`` that is whole; warns of those that are not (section 16).
+
+    Raises ValueError if there is none.
+    """
+    require_checkpoints(folder)
+    problems = []
+    for checkpoint in reversed(checkpoints_of(folder)):
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint
+        problems.append(f"{checkpoint} cannot be used: {problem}")
+        warnings.warn(problems[-1], stacklevel=2)
+    raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(problems)}")
+
+
+def require_checkpoints(folder: Path) -> None:
+    """Raise ValueError, with the remedy, for a folder in which no run came to its first checkpoint (section 16)."""
+    if not checkpoints_of(folder):
+        raise ValueError(
+            f"{folder} has no checkpoints/step-…, so nothing can go on there: give the folder of a run that came to its first "
+            "checkpoint (save_steps), or start that run again"
+        )
+
+
+def read_record(checkpoint: Path) -> dict:
+    """Step, settings, held-out pass@1 and fingerprints of a checkpoint (section 16)."""
+    return json.loads((checkpoint / RECORD).read_text())
+
+
+# %% [markdown]
+# **How many to keep?** The newest few, in case the last one is damaged, and the best one. Reinforcement learning can end
+# worse than it was in the middle, and held-out pass@1, measured at every save, tells where that was.
+
+
+# %% tags=["export:checkpoint"]
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of the run in ``folder`` with the highest held-out pass@1, the newest of equals (section 16)."""
+    measured = []
+    for checkpoint in checkpoints_of(folder):
+        try:
+            record = read_record(checkpoint)
+        except (OSError, ValueError):
+            continue
+        if record["eval_pass_at_1"] is not None:
+            measured.append((record["eval_pass_at_1"], record["step"], checkpoint))
+    return max(measured)[-1] if measured else None
+
+
+def prune_checkpoints(folder: Path, limit: int | None) -> None:
+    """Remove all checkpoints of the run in ``folder`` but the newest ``limit`` and the best (section 16)."""
+    best = best_checkpoint(folder)
+    for checkpoint in checkpoints_of(folder)[: -limit if limit else 0]:
+        if checkpoint != best:
+            gone = checkpoint.rename(checkpoint.with_name(f".unfinished-{checkpoint.name}"))
+            shutil.rmtree(gone)
+
+
+def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> None:
+    """`write_checkpoint`, the policy once more as ``checkpoint``, then `prune_checkpoints` (section 16)."""
+    write_checkpoint(trainer, folder, eval_pass_at_1)
+    save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+    prune_checkpoints(folder, trainer.config.save_total_limit)
+
+
+# %% [markdown]
+# **What may change on the way?** Where the run ends, how often it is saved and measured, on what device, and how many completions
+# go through the model at once. Any other setting makes another run; it is refused, by name.
+
+
+# %% tags=["export:checkpoint"]
+MAY_CHANGE = {"max_steps", "save_steps", "save_total_limit", "num_eval_problems", "num_eval_generations", "device"}
+MAY_CHANGE |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # with the same product
+MAY_CHANGE |= {"vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode"}
+MAY_CHANGE |= {"reward", "report_to"}  # a file that has moved; who is told
+
+
+def changed_settings(record: dict, config: TrainConfig) -> list[str]:
+    """The settings of ``config`` that are not those of the checkpoint's ``record``, as "name: old -> new" (section 16).
+
+    Raises ValueError if the run would be another one, or if it has come further than ``config.max_steps``.
+    """
+    old = {**asdict(TrainConfig()), **record["config"]}
+    new = json.loads(json.dumps(asdict(config)))
+    changed = [name for name in new if name != "resume" and new[name] != old[name]]
+    lines = {name: f"{name}: {old[name]} -> {new[name]}" for name in changed}
+    wrong = [lines[name] for name in changed if name not in MAY_CHANGE]
+    completions = old["per_device_train_batch_size"] * old["gradient_accumulation_steps"]
+    if completions != config.completions_per_step:
+        wrong.append(f"completions per step: {completions} -> {config.completions_per_step}")
+    if wrong:
+        raise ValueError(
+            f"a run that goes on keeps its settings, but {'; '.join(wrong)}. Leave that out, or start a new run from this "
+            "one's weights: --model with the path of its checkpoint/"
+        )
+    if record["step"] > config.max_steps:
+        raise ValueError(f"max_steps is {config.max_steps}, and the run has done {record['step']} steps already")
+    if "max_steps" in lines and config.lr_scheduler_type != "constant":
+        lines["max_steps"] += ", and the learning rate falls towards the new end"
+    return list(lines.values())
+
+
+# %% [markdown]
+# **Going on.** The trainer is built as at the start of the run, from the same model, so that a reference and a critic are there;
+# then everything that a step changes is put in its place.
+
+
+# %% tags=["export:checkpoint"]
+@torch.no_grad()
+def restore(trainer, checkpoint: Path) -> None:
+    """Put a ``trainer`` that was made as at the start of its run where it was at ``checkpoint`` (section 16).
+
+    Raises ValueError, and changes nothing, if prompts, reference or settings are not those of the run.
+    """
+    record, tensors = read_record(checkpoint), load_file(checkpoint / TENSORS)
+    changed_settings(record, trainer.config)
+    for what, fingerprint in fingerprints(trainer).items():
+        if record[what] != fingerprint:
+            raise ValueError(
+                f"the {what} are not those with which {checkpoint} was written: give them back, or start anew"
+            )
+
+    def part(name: str) -> dict[str, Tensor]:
+        return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+
+    trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
+    load_learner(trainer.learner, part("learner"))
+    if trainer.critic is not None:
+        trainer.critic.load_state_dict(part("critic"))
+        load_learner(trainer.critic_learner, part("critic_learner"))
+    trainer.batches.generator.set_state(tensors["data.generator"])
+    trainer.batches.waiting = tensors["data.waiting"].tolist()
+    trainer.sampling.set_state(tensors["sampling.generator"])
+    trainer.steps_done = record["step"]
+    trainer.sampler.sync(trainer.model)
+
+
+# %% [markdown]
+# Does it hold? One trainer takes four steps. Another takes two and writes a checkpoint; a third, which never saw the first two,
+# goes on from it. And a checkpoint in which a single bit has flipped is noticed.
+
+# %%
+short = replace(config, max_steps=4, per_device_train_batch_size=64)
+trainers = [
+    Trainer(short, policy, tokenizer, task, replace(sampler, model=policy))
+    for policy in (load_policy(folder), load_policy(folder), load_policy(folder))
+]
+rewards = [trainers[0].step()["reward"] for _ in range(4)]
+rewards_again = [trainers[1].step()["reward"] for _ in range(2)]
+with TemporaryDirectory() as place:
+    checkpoint = write_checkpoint(trainers[1], Path(place))
+    restore(trainers[2], checkpoint)
+    (checkpoint / TENSORS).write_bytes(b"\0" + (checkpoint / TENSORS).read_bytes()[1:])
+    print(damage(checkpoint))
+rewards_again += [trainers[2].step()["reward"] for _ in range(2)]
+weights, weights_again = (list(trainers[i].model.parameters()) for i in (0, 2))
+print("rewards", rewards, rewards_again)
+assert rewards == rewards_again and all(map(torch.equal, weights, weights_again))
+
+# %% [markdown]
+# ## The run
+#
+# Ctrl-C should lose nothing, and neither should the SIGTERM with which a cluster takes its machine back. The first one lets
+# the current step finish, then the run saves and leaves; a second one leaves at once.
 
 
 # %% tags=["export"]
 class InterruptRequest:
-    """Context manager that turns the first SIGINT into ``requested = True`` instead of an exception (section 16)."""
+    """Context manager that turns the first SIGINT or SIGTERM into ``requested = True`` (section 16)."""
 
     def __init__(self):
         self.requested = False
 
     def __enter__(self) -> "InterruptRequest":
-        self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        signals = signal.SIGINT, signal.SIGTERM
+        self._previous = {number: signal.signal(number, self._on_interrupt) for number in signals}
         return self
 
     def __exit__(self, *exception) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _on_interrupt(self, *_) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, self._previous)
+        self.__exit__()
         tqdm.write(
             "interrupted: finishing this step, then saving (press Ctrl-C again to leave at once)", file=sys.stderr
         )
 
 
 # %% [markdown]
-# The run itself: measure, make the folder, take steps under a progress bar, save, measure again. The folder is made only
-# after everything that can be wrong with the set-up has had its chance to fail, the reward function included.
+# The run itself: measure, make the folder, take steps under a progress bar, measure and save now and then and at the end. The
+# folder is made only after everything that can be wrong with the set-up has had its chance to fail, the reward function
+# included. A run that goes on takes over its folder instead: what was logged after the checkpoint is cut off, for it will be
+# written again.
 
 
 # %% tags=["export"]
 @dataclass(frozen=True)
 class RunResult:
-    """What `run` returns: the folder, held-out results before and after, and whether Ctrl-C ended it early."""
+    """What `run` returns: the folder, held-out results before and after, and whether a signal ended it early."""
 
     folder: Path
     before: Evaluation
@@ -1193,32 +2059,74 @@ class RunResult:
 
 
 def run(trainer: Trainer, plot: Callable) -> RunResult:
-    """Train for ``config.max_steps`` steps and leave everything in the run's folder (section 16).
+    """Train up to ``config.max_steps`` steps and leave everything in the run's folder (section 16).
 
-    ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one.
-    The folder gets config.json, metrics.jsonl, TensorBoard events, learning_curve.png, samples.jsonl and checkpoint/, a
-    Hugging Face folder. A step that fails leaves the last checkpoint as it was.
+    ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one. The folder gets config.json, metrics.jsonl,
+    TensorBoard events, learning_curve.png, evaluation.json, samples.jsonl, checkpoints/, and checkpoint/, the Hugging Face
+    folder of the newest. A step that fails leaves the last checkpoint as it was. With ``config.resume`` the run in that
+    folder goes on; the trainer is one that was restored from its newest checkpoint.
     """
     config = trainer.config
-    before = evaluate(trainer)
-    folder = new_run_folder(config)
-    (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-    log = MetricsLog(folder)
-    with InterruptRequest() as interrupt, tqdm(total=config.max_steps, desc=folder.name, unit="step") as bar:
+    folder, before, records = start_run(trainer) if config.resume is None else reopen_run(trainer)
+    log = MetricsLog(folder, records, config.report_to, asdict(config))
+    after, saved = None, trainer.steps_done if config.resume else None
+    progress = tqdm(total=config.max_steps, initial=trainer.steps_done, desc=folder.name, unit="step")
+    with InterruptRequest() as interrupt, progress as bar:
         while trainer.steps_done < config.max_steps and not interrupt.requested:
             metrics = trainer.step()
-            log.write(metrics)
+            after = evaluate(trainer) if is_save_step(trainer) else None
+            log.write(metrics if after is None else {**metrics, "eval_pass_at_1": after.pass_at_1})
             bar.set_postfix(progress_fields(metrics), refresh=False)
             bar.update()
-            if trainer.steps_done % config.save_steps == 0 and trainer.steps_done < config.max_steps:
-                save_checkpoint(trainer, folder)
-        save_checkpoint(trainer, folder)
+            if after is not None:
+                save_checkpoint(trainer, folder, after.pass_at_1)
+                saved = trainer.steps_done
+        if saved != trainer.steps_done:
+            save_checkpoint(trainer, folder)
     log.close()
-    after = evaluate(trainer)
-    write_samples(folder / "samples.jsonl", {"before": before, "after": after})
-    curve = plot(log.records, {0: before.pass_at_1, trainer.steps_done: after.pass_at_1})
+    after = after or evaluate(trainer)
+    write_evaluations(folder, {"before": before, "after": after})
+    measured = {record["step"]: record["eval_pass_at_1"] for record in log.records if "eval_pass_at_1" in record}
+    curve = plot(log.records, {0: before.pass_at_1, **measured, trainer.steps_done: after.pass_at_1})
     curve.savefig(folder / "learning_curve.png")
     return RunResult(folder, before, after, interrupt.requested)
+
+
+def is_save_step(trainer: Trainer) -> bool:
+    """Whether held-out pass@1 is measured, and a checkpoint written, after the step that was just taken (section 16)."""
+    return trainer.steps_done % trainer.config.save_steps == 0 or trainer.steps_done == trainer.config.max_steps
+
+
+# %% tags=["export"]
+def start_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
+    """The folder of a new run, the held-out results before it, and no records yet (section 16)."""
+    before = evaluate(trainer)
+    folder = new_run_folder(trainer.config)
+    write_whole(folder / "config.json", json.dumps(asdict(trainer.config), indent=2) + "\n")
+    write_evaluations(folder, {"before": before})
+    return folder, before, []
+
+
+def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
+    """The same for the run in ``config.resume``, with the records up to the trainer's step (section 16).
+
+    What a kill left unfinished is removed, and checkpoints of later steps, which are damaged, are renamed.
+    """
+    folder, step = Path(trainer.config.resume), trainer.steps_done
+    before, metrics = read_evaluation(folder, "before"), folder / "metrics.jsonl"
+    metrics.touch()  # who moves it away goes on without its past
+    records = read_metrics(metrics, step)
+    for path in (*folder.glob(".unfinished-*"), *folder.glob("checkpoints/.unfinished-*")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for later in checkpoints_of(folder):
+        if step_of(later) > step:
+            later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
+    lines = metrics.read_text(errors="replace").split("\n")[: len(records)]
+    write_whole(metrics, "".join(f"{line}\n" for line in lines))
+    write_whole(folder / "config.json", json.dumps(asdict(replace(trainer.config, resume=None)), indent=2) + "\n")
+    if not (folder / "checkpoint").exists():
+        save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": step})
+    return folder, before, records
 
 
 # %% tags=["export"]
@@ -1245,15 +2153,26 @@ def new_run_folder(config: TrainConfig) -> Path:
     return folder
 
 
-def save_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder ``checkpoint``, replacing the previous one only when it is complete."""
-    save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
-
-
 def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
     """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
     rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
-    path.write_text("".join(map(json_line, rows)))
+    write_whole(path, "".join(map(json_line, rows)))
+
+
+def write_evaluations(folder: Path, evaluations: dict[str, Evaluation]) -> None:
+    """Held-out results by ``when`` they were measured: ``samples.jsonl``, and the rest as ``evaluation.json`` (section 16)."""
+    write_samples(folder / "samples.jsonl", evaluations)
+    numbers = {when: {**vars(evaluation)} for when, evaluation in evaluations.items()}
+    for entry in numbers.values():
+        del entry["samples"]
+    write_whole(folder / "evaluation.json", json.dumps(numbers) + "\n")
+
+
+def read_evaluation(folder: Path, when: str) -> Evaluation:
+    """What `write_evaluations` wrote under ``when``; a reward of null stays None (section 16)."""
+    numbers = json.loads((folder / "evaluation.json").read_text())[when]
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return Evaluation(**numbers, samples=[row for row in rows if row.pop("when") == when])
 
 
 def progress_fields(metrics: dict[str, float]) -> dict[str, str]:
@@ -1303,6 +2222,793 @@ for _ in range(3):
     assert metrics["ratio_error"] < 1e-5
 
 # %% [markdown]
+# ## Before the first step
+#
+# Most mistakes in a set-up raise no error: the run trains, a little worse, and the curves show it hours later or never. Yet
+# nearly all of them can be seen in a few completions, if one looks at the right numbers. So before its first step a run
+# looks. A **check** is a short function that returns what a line needs: a status, what was found with its number, and, unless
+# all is well, what to do about it. A check that makes no sense because another failed is skipped: one fault, one line.
+
+
+# %% tags=["export:preflight"]
+@dataclass(frozen=True)
+class Check:
+    """A line of the preflight (section 16). ``status`` is "pass", "warn", "fail", or "skip" for what could not be judged;
+    ``finding`` says what was found, with its number, and ``remedy`` what to do about it."""
+
+    name: str
+    status: str
+    finding: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f" → {self.remedy}" if self.remedy else ""
+        return f"{self.status}  {self.name:{max(map(len, CHECKS))}}  {self.finding}{remedy}"
+
+
+# %% [markdown]
+# **What the checks look at.** Up to 16 training prompts, the shortest and the longest among them, with whole groups of
+# completions from the run's own sampler; as many as make 64 completions, and never more than a step has. The seeds are fixed
+# ones: the run's generators are not asked, so that it draws afterwards what it would have drawn without us.
+#
+# The independent witness is the model itself, called in the plainest way: one row alone, no padding, no mask, no positions,
+# and the logits as it returns them. It is asked for a few tokens of each row, the first four and the last, because a fault
+# of alignment shows at the ends.
+
+
+# %% tags=["export:preflight"]
+def probe_examples(trainer: Trainer) -> tuple[list[Example], list[list[int]]]:
+    """Training examples from the shortest prompt to the longest, among a thousand, and their ids (section 16)."""
+    train, size = trainer.task.train, trainer.config.num_generations
+    candidates = train[:: -(-len(train) // 1000)]
+    ids = [encode_prompt(trainer.tokenizer, example.prompt) for example in candidates]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    count = min(trainer.prompts, len(order), 16, max(2, 64 // size))
+    chosen = [order[place] for place in torch.linspace(len(order) - 1, 0, count).long().tolist()]
+    return [candidates[i] for i in chosen], [ids[i] for i in chosen]
+
+
+def first_and_last_tokens(mask: Tensor) -> Tensor:
+    """Bool ``[B, T]``: the first four tokens and the last of up to 64 rows (section 16)."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    picked = mask & ((columns < 4) | (columns == used_columns(mask)[:, None] - 1))
+    picked[64:] = False
+    return picked
+
+
+@torch.no_grad()
+def plain_logits(model, rollouts: Rollouts, picked: Tensor) -> Tensor:
+    """The logits that the ``picked`` ``[B, T]`` tokens were drawn from, ``[n, V]``, every row alone and unpadded."""
+    found = []
+    for row in picked.any(1).nonzero().flatten().tolist():
+        prompt = rollouts.prompt_ids[row][rollouts.prompt_mask[row]]
+        completion = rollouts.completion_ids[row, : int(used_columns(picked)[row])]
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
+        found.append(logits[len(prompt) - 1 : -1][picked[row, : len(completion)]])
+    return torch.cat(found)
+
+
+# %% [markdown]
+# What several checks need is computed once, when the first of them asks. The trainer's own way of scoring is here twice, as a
+# `score` without gradients and as the pass that learns.
+
+
+# %% tags=["export:preflight"]
+class Probe:
+    """A few prompts of a trainer, their completions, and what model and trainer say about these (section 16)."""
+
+    def __init__(self, trainer: Trainer, reward_seconds: float = 60.0):
+        self.trainer, self.config, self.model = trainer, trainer.config, trainer.model
+        self.tokenizer, self.sampler, self.reward_seconds = trainer.tokenizer, trainer.sampler, reward_seconds
+        self.stop_ids = stop_token_ids(trainer.tokenizer, trainer.model, trainer.task.stop)
+        self.examples, self.prompts = probe_examples(trainer)
+
+    def generate(self, prompts: list[list[int]], seed: int) -> Rollouts:
+        """Completions from the sampler; RuntimeError if they are others than asked for, or none."""
+        rollouts = self.sampler.generate(prompts, self.config.num_generations, seed)
+        asked = [g for g in range(len(prompts)) for _ in range(self.config.num_generations)]
+        if rollouts.group.tolist() != asked or not rollouts.mask.any():
+            raise RuntimeError(
+                f"the sampler returned {len(rollouts)} completions in groups {rollouts.group.unique().tolist()[:4]}, …, with "
+                f"{int(rollouts.mask.sum())} tokens; it was asked for {len(asked)}, in order, in groups 0, 1, …"
+            )
+        return rollouts
+
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        return self.generate(self.prompts, seed=1)
+
+    @cached_property
+    def graded(self) -> Rollouts:
+        return self.grade(self.rollouts, self.examples)
+
+    def grade(self, rollouts: Rollouts, examples: list[Example]) -> Rollouts:
+        """The rollouts with rewards; a line says so if nothing was gradable, so that no warning has to."""
+        with warnings.catch_warnings(action="ignore"):
+            return grade(rollouts, self.tokenizer, examples, self.trainer.task.reward)
+
+    @cached_property
+    def picked(self) -> Tensor:
+        return first_and_last_tokens(self.rollouts.mask)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return plain_logits(self.model, self.rollouts, self.picked)
+
+    @cached_property
+    def scored(self) -> Tensor:
+        return self.score(self.model)
+
+    def score(self, model) -> Tensor:
+        """Log-probs ``[B, T]`` of the rollouts, as the trainer computes old and reference log-probs."""
+        return score(model, self.rollouts, self.config.temperature, token_budget(self.rollouts, self.config))[0]
+
+    @torch.enable_grad()
+    def learn(self, piece: Rollouts) -> tuple[Tensor]:
+        """Log-probs of a piece, as the pass that learns computes them; its gradient is thrown away."""
+        texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
+        return (completion_loss(self.model, *texts, lambda logprobs, *_: logprobs.sum(), self.config.temperature)[1],)
+
+    def materialise(self, piece: Rollouts) -> tuple[Tensor]:
+        """Log-probs of a piece from all its logits, by section 1's `token_logprobs`."""
+        texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids
+        return (token_logprobs(self.model, *texts, self.config.temperature),)
+
+    def by_pieces(self, compute: Callable) -> Tensor:
+        """`learn` or `materialise` of all rollouts, in the pieces of the run."""
+        return in_pieces(compute, self.rollouts, token_budget(self.rollouts, self.config))[0]
+
+    @cached_property
+    def temperature(self) -> float:
+        """The temperature at which the model agrees best with the sampler: the setting, or one that is clearly better."""
+        return fitted_temperature(self.logits, self.rollouts, self.picked, self.config)
+
+
+# %% [markdown]
+# How far may two computations of one log-prob differ? In float32 by rounding, so a thousandth of a nat on average is a lot; in
+# half precision the logits themselves have steps of some hundredths.
+
+
+# %% tags=["export:preflight"]
+def allowed_difference(model) -> float:
+    """Mean difference in nats that rounding explains: 0.001, and 0.05 in half precision (section 16)."""
+    return 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 0.001
+
+
+# %% [markdown]
+# **The texts.** One begin-of-sequence token, and the chat template applied once. `encode_prompt` (section 15) removes a second
+# BOS that a template writes, but a server that uses the same template will not. A prompt that holds the template's own markers
+# as text has probably been through it already.
+
+
+# %% tags=["export:preflight"]
+def texts_of(prompt: str | list[dict]) -> list[str]:
+    """The text of a prompt, or of each of its turns (section 16)."""
+    return [prompt] if isinstance(prompt, str) else [str(turn["content"]) for turn in prompt]
+
+
+def check_bos(probe: Probe) -> tuple[str, ...]:
+    """One begin-of-sequence token, from prompt and template."""
+    tokenizer, bos = probe.tokenizer, probe.tokenizer.bos_token
+    if bos is None:
+        return "pass", "the tokenizer has no BOS, and none is added"
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "text"}]
+        written = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        count = next(n for n in itertools.count() if not written.startswith(bos * (n + 1)))
+        if count > 1:
+            return (
+                "warn",
+                f"the chat template begins with {count} BOS ({bos}); lmrl keeps one of them, other programs will not",
+                "remove one from the template, and save the tokenizer",
+            )
+    return "pass", f"each prompt begins with 1 BOS ({bos}, id {tokenizer.bos_token_id})"
+
+
+def check_markers(probe: Probe) -> tuple[str, ...]:
+    """No prompt has been through the chat template before."""
+    tokenizer = probe.tokenizer
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(tokenizer.all_special_tokens)
+    found = [{mark for text in texts_of(e.prompt) for mark in special if mark in text} for e in probe.examples]
+    marked = sum(map(bool, found))
+    if marked and tokenizer.chat_template is not None:
+        return (
+            "warn",
+            f"{marked} of {len(found)} prompts hold special tokens as text, such as {min(set().union(*found))}, and the chat "
+            "template is put around them",
+            "hand over the user's words or a list of turns, not a text that a template has made",
+        )
+    template = "no chat template" if tokenizer.chat_template is None else "the chat template is applied once"
+    shortest, longest = min(map(len, probe.prompts)), max(map(len, probe.prompts))
+    return "pass", f"{template}; prompts of {shortest} to {longest} tokens"
+
+
+# %% [markdown]
+# **The end of a completion.** Padding with the end-of-sequence token is common, and harmless here, where masks come from
+# lengths; it is still worth a warning, because a tool that compares ids with the padding takes the stop token out of the loss,
+# and with it the lesson to stop (section 1). What the sampler returned shows whether this one keeps it.
+
+
+# %% tags=["export:preflight"]
+def names_of(tokenizer, ids: list[int]) -> str:
+    """Token ids with their texts, for a message (section 16)."""
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} (id {i})" for i in ids)
+
+
+def check_pad(probe: Probe) -> tuple[str, ...]:
+    """Padding is not the end of a completion."""
+    pad, stops = probe.tokenizer.pad_token_id, names_of(probe.tokenizer, probe.stop_ids)
+    if pad in probe.stop_ids:
+        return (
+            "warn",
+            f"the pad token {names_of(probe.tokenizer, [pad])} also ends a completion; lmrl takes masks from lengths and "
+            "trains it all the same, other programs take it out of the loss",
+            "give the tokenizer a pad token of its own, one that texts do not use, and save it",
+        )
+    return "pass", f"{names_of(probe.tokenizer, [pad])} pads and ends nothing; completions end with {stops}"
+
+
+def check_completions(probe: Probe) -> tuple[str, ...]:
+    """The sampler continues the prompts that it was given."""
+    rollouts, lengths = probe.rollouts, probe.rollouts.prompt_mask.sum(1).tolist()
+    read = [ids[-length:] for ids, length in zip(rollouts.prompt_ids.tolist(), lengths, strict=True)]
+    others = sum(ids != probe.prompts[g] for ids, g in zip(read, rollouts.group.tolist(), strict=True))
+    if others:
+        return (
+            "fail",
+            f"{others} of {len(rollouts)} completions continue another prompt than the one that was asked for",
+            "the sampler must take the ids as they are: no second BOS, no decoding and encoding, nothing cut",
+        )
+    mean = float(rollouts.mask.sum(1).float().mean())
+    return "pass", f"{len(rollouts)} to {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
+
+
+def check_stop(probe: Probe) -> tuple[str, ...]:
+    """Finished completions end with a stop token that is trained."""
+    rollouts, ends = probe.rollouts, used_columns(probe.rollouts.mask) - 1
+    stops = torch.isin(rollouts.completion_ids, torch.tensor(probe.stop_ids, device=ends.device)) & rollouts.mask
+    stopped = stops.gather(1, ends.clamp(min=0)[:, None])[:, 0]
+    finished, wanted = int((~rollouts.truncated).sum()), names_of(probe.tokenizer, probe.stop_ids)
+    if lost := int((~rollouts.truncated & ~stopped).sum()):
+        return (
+            "fail",
+            f"{lost} of {finished} finished completions have no trained stop token at their end ({wanted})",
+            "the sampler must return the stop token that it drew, with mask True: else stopping is never learned",
+        )
+    wrong = rollouts.truncated & (stopped | (ends + 1 < probe.config.max_completion_length))
+    if wrong.any():
+        return (
+            "fail",
+            f"{int(wrong.sum())} completions are marked as truncated, but end with a stop token or before the cap of "
+            f"{probe.config.max_completion_length} tokens",
+            "the sampler's flag must be True exactly where the cap ended the completion",
+        )
+    if past := int((stops.sum(1) > stopped).sum()):
+        return (
+            "fail",
+            f"{past} of {len(rollouts)} completions go on after a stop token ({wanted})",
+            "give the sampler all of these stop ids",
+        )
+    return "pass", f"{finished} of {finished} finished completions end with a trained stop token"
+
+
+def check_truncation(probe: Probe) -> tuple[str, ...]:
+    """Few completions are cut off."""
+    share, cap = float(probe.rollouts.truncated.float().mean()), probe.config.max_completion_length
+    finding = f"{share:.0%} of the completions are cut off at max_completion_length {cap}"
+    remedy = "raise max_completion_length, ask for shorter answers, or look whether the model knows its stop tokens "
+    remedy += f"({names_of(probe.tokenizer, probe.stop_ids)})"
+    if share == 1 and probe.config.mask_truncated_completions:
+        return "fail", f"{finding}, and mask_truncated_completions leaves nothing to learn from", remedy
+    return ("warn", finding, remedy) if share > 0.25 else ("pass", finding)
+
+
+# %% [markdown]
+# **The trainer's log-probs.** Scored twice and once more in the pass that learns, the same tokens must have the same
+# log-probs: then the first ratios are 1. Dropout, or anything else that is random in the model, breaks it. And they must be
+# what the plain call says, at every token: a shift, padding that is read, or logits that are changed behind the output head
+# would show here.
+
+
+# %% tags=["export:preflight"]
+def check_ratio(probe: Probe) -> tuple[str, ...]:
+    """The same tokens have the same log-probs in every pass."""
+    passes = torch.stack([probe.scored, probe.score(probe.model), probe.by_pieces(probe.learn)])[:, probe.rollouts.mask]
+    error = float((passes.amax(0) - passes.amin(0)).expm1().max())
+    if not error <= allowed_difference(probe.model):
+        return (
+            "fail",
+            f"the same tokens, scored three times without an update, have ratios up to {error:.2g} away from 1",
+            "something in the model is random: turn dropout off (disable_dropout(model)) and keep it in eval mode",
+        )
+    return "pass", f"scored three times, all ratios are within {error:.1g} of 1"
+
+
+def check_alignment(probe: Probe) -> tuple[str, ...]:
+    """The trainer's log-probs are the model's own."""
+    picked, ids = probe.picked, probe.rollouts.completion_ids[probe.picked]
+    plain = gather_logprobs(tempered(probe.logits, probe.config.temperature), ids)
+    gap = (probe.scored[picked] - plain).abs()
+    finding = (
+        f"trainer and a plain call of the model differ by {gap.mean():.1g} nats per token, at most {gap.max():.1g}"
+    )
+    if gap.mean() <= allowed_difference(probe.model) and gap.max() <= 20 * allowed_difference(probe.model):
+        return "pass", finding
+    padded = probe.by_pieces(probe.materialise)[picked]
+    if (padded - plain).abs().mean() < gap.mean() / 2:
+        return "fail", finding, "the model changes its logits behind the output head, which section 11's log-probs skip"
+    return (
+        "fail",
+        finding,
+        "a row's log-probs depend on its padding: the model must use attention_mask and position_ids",
+    )
+
+
+# %% [markdown]
+# **The sampler's log-probs.** They are compared with what the plain call gives at the run's temperature, top-k, top-p and min-p.
+# If they are far off, the first question is whether *another* temperature fits them, and which. What is then left is the gap
+# that section 14 corrects.
+#
+# Log-probs can be right and the draws still come from elsewhere: an engine that samples at one temperature and reports at
+# another, or takes the likeliest token. If a token is drawn from $q$, the expectation of its $-\log q$ is the entropy
+# $H(q)$. So the sum of $-\log q(a_t) - H(q_t)$ over the tokens has mean 0, and a variance that is known too,
+# $\sum_t \mathrm{Var}_{q_t}[\log q_t]$; in units of its root, a sum beyond ±6 does not happen by chance. (The last token of
+# a long row was picked because it is the last, that is, often a stop token; here it does not count.)
+
+
+# %% tags=["export:preflight"]
+def sampling_logits(logits: Tensor, config: TrainConfig, temperature: float) -> Tensor:
+    """What a sampler with the run's settings but this ``temperature`` draws from, ``[n, V]`` (section 16)."""
+    return truncate(tempered(logits, temperature), config.top_k, config.top_p, config.min_p)
+
+
+def sampler_difference(
+    logits: Tensor, rollouts: Rollouts, picked: Tensor, config: TrainConfig, temperature: float
+) -> Tensor:
+    """|model - sampler| in nats for the ``picked`` tokens; without those that the model's top-k or top-p cuts off."""
+    logprobs = gather_logprobs(sampling_logits(logits, config, temperature), rollouts.completion_ids[picked])
+    return (logprobs - rollouts.sampler_logprobs[picked]).abs()[logprobs > -math.inf]
+
+
+def fitted_temperature(logits: Tensor, rollouts: Rollouts, picked: Tensor, config: TrainConfig) -> float:
+    """The temperature from an eighth to eight times the setting that fits the sampler's log-probs (section 16).
+
+    The setting itself, unless another brings the mean difference down to a third.
+    """
+
+    def difference(temperature):
+        return float(sampler_difference(logits, rollouts, picked, config, temperature).mean())
+
+    fit, span = config.temperature, 8.0
+    if difference(fit) <= 1e-3:
+        return fit
+    for _ in range(4):
+        fit = min((fit * span ** (k / 8) for k in range(-8, 9)), key=difference)
+        span = span ** (1 / 6)
+    inside = 1 / 7 < fit / config.temperature < 7
+    return fit if inside and difference(fit) < difference(config.temperature) / 3 else config.temperature
+
+
+def check_temperature(probe: Probe) -> tuple[str, ...]:
+    """No other temperature than the setting fits the sampler."""
+    wanted, found = probe.config.temperature, probe.temperature
+    if found != wanted:
+        return (
+            "fail",
+            f"the sampler's log-probs fit temperature {found:.2f}, the setting is {wanted:g}",
+            f"give the sampler temperature={wanted:g}, and have it return the log-probs of what it sampled from",
+        )
+    return "pass", f"no temperature fits the sampler's log-probs better than the setting, {wanted:g}"
+
+
+def surprise_score(logits: Tensor, ids: Tensor) -> float:
+    """How far the sum of -log q - H(q) of drawn tokens is from 0, in standard deviations; ``[n, V]`` and ``[n]``."""
+    logq = logits.log_softmax(-1)
+    q, logq = logq.exp(), logq.clamp(min=-1e4)
+    entropy = -(q * logq).sum(-1)
+    variance = (q * logq.square()).sum(-1) - entropy.square()
+    surprise = -logq.gather(1, ids[:, None])[:, 0] - entropy
+    inside = surprise < 1e3  # the others are at the edge of top-k or top-p, or were not drawn from q
+    return float(surprise[inside].sum() / variance[inside].sum().clamp(min=1e-6).sqrt())
+
+
+def check_draws(probe: Probe) -> tuple[str, ...]:
+    """Tokens are drawn from the distribution that is reported."""
+    early = torch.arange(probe.picked.shape[1], device=probe.picked.device) < 4
+    early, ids = early.expand(probe.picked.shape)[probe.picked], probe.rollouts.completion_ids[probe.picked]
+    temperatures = {probe.config.temperature, probe.temperature}
+    logits = [sampling_logits(probe.logits[early], probe.config, temperature) for temperature in temperatures]
+    z = min((surprise_score(each, ids[early]) for each in logits), key=abs)
+    finding = (
+        f"{int(early.sum())} drawn tokens are as likely as tokens of the policy are, to {z:+.1f} standard deviations"
+    )
+    if abs(z) <= 4:
+        return "pass", finding
+    kind = "too likely: is it greedy, or colder" if z < 0 else "too unlikely: is it hotter"
+    remedy = f"the sampler draws tokens that are {kind} than the log-probs that it reports?"
+    return "fail" if abs(z) > 6 else "warn", finding, remedy
+
+
+def check_gap(probe: Probe) -> tuple[str, ...]:
+    """The sampler's log-probs are the trainer's."""
+    arguments = probe.logits, probe.rollouts, probe.picked, probe.config
+    gap = sampler_difference(*arguments, probe.temperature)
+    finding = f"sampler and trainer differ by {gap.mean():.1g} nats per token, at most {gap.max():.1g}"
+    if gap.mean() <= allowed_difference(probe.model):
+        return "pass", finding
+    if not gap.mean() <= 0.1:
+        remedy = "the two compute different things: compare weights, tokens and sampling settings (section 14)"
+        if not (probe.rollouts.sampler_logprobs[probe.rollouts.mask] != 0).any():
+            remedy = "the sampler returned 0 for every token: have it return the log-probs that it sampled with"
+        return "fail", finding, remedy
+    if probe.config.vllm_importance_sampling_correction:
+        return "pass", f"{finding}; the correction weighs it out"
+    return "warn", finding, "is the sampler's precision lower? set vllm_importance_sampling_correction (section 14)"
+
+
+# %% [markdown]
+# **Does a sync reach every weight?** One has to change the weights to see it, and leave no trace. There is a change that can
+# be undone to the last bit and needs no copy: flip signs. Every parameter gets half of its columns negated, another half
+# for each, and the same flips bring it back; only a parameter that is all zero, as a fresh adapter's or bias, is filled and
+# emptied again. The change is so rough that a single norm's weight left behind shows in the log-probs. Then the sampler is
+# told, draws, and is compared with the changed model. If it is off, two more questions find the cause: does it agree with
+# the weights *before* the sync? With the changed ones, but for one parameter?
+
+
+# %% tags=["export:preflight"]
+@torch.no_grad()
+def flip_signs(weight: Tensor, number: int) -> None:
+    """Negate about half of the columns of ``weight``, which ones depends on ``number``; twice changes nothing."""
+    generator = torch.Generator().manual_seed(number)
+    signs = 1 - 2 * torch.randint(2, weight.shape[-1:], generator=generator)
+    signs.view(-1)[:1] = -1
+    weight.mul_(signs.to(weight))
+
+
+@contextmanager
+def weights_changed(model, but: str | None = None) -> Iterator[None]:
+    """Every trainable parameter of ``model`` changed beyond recognition, and back again bit for bit (section 16).
+
+    The one called ``but`` stays as it is.
+    """
+    weights = [(i, *pair) for i, pair in enumerate(model.named_parameters()) if pair[1].requires_grad]
+    weights = [(i, weight.detach()) for i, name, weight in weights if name != but]
+    empty = [(weight, weight.clone()) for _, weight in weights if not weight.any()]
+    try:
+        for weight, _ in empty:
+            weight.fill_(0.1)
+        for number, weight in weights:
+            flip_signs(weight, number)
+        yield
+    finally:
+        for number, weight in weights:
+            flip_signs(weight, number)
+        for weight, zeros in empty:
+            weight.copy_(zeros)
+
+
+def check_sync(probe: Probe) -> tuple[str, ...]:
+    """New weights reach the sampler, every one."""
+    model, config = probe.model, probe.config
+
+    def difference(weights):
+        with weights:
+            logits = plain_logits(model, changed, picked)
+        return float(sampler_difference(logits, changed, picked, config, probe.temperature).mean())
+
+    try:
+        with weights_changed(model):
+            probe.sampler.sync(model)
+            changed = probe.generate(probe.prompts[:4], seed=2)
+    finally:
+        probe.sampler.sync(model)
+    picked = first_and_last_tokens(changed.mask)
+    before = float(sampler_difference(probe.logits, probe.rollouts, probe.picked, config, probe.temperature).mean())
+    gap, limit = difference(weights_changed(model)), 3 * max(before, allowed_difference(model))
+    if gap <= limit:
+        return "pass", f"with other weights, sampler and trainer differ by {gap:.1g} nats per token"
+    finding = (
+        f"after a sync of other weights, sampler and trainer differ by {gap:.2g} nats per token ({before:.1g} before)"
+    )
+    if difference(nullcontext()) <= limit:
+        return "fail", f"{finding}: it has the weights of before", "sync(model) must take them over before it returns"
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and difference(weights_changed(model, name)) < gap / 3:
+            return "fail", f"{finding}: {name} did not arrive", "sync(model) must take over every parameter"
+    return "fail", f"{finding}: several parameters did not arrive", "sync(model) must take over every parameter"
+
+
+# %% [markdown]
+# **The reference** is the policy before its first step, so the KL to it starts at 0; and it stays there, so other weights of the
+# policy must not move it.
+
+
+# %% tags=["export:preflight"]
+def check_reference(probe: Probe) -> tuple[str, ...]:
+    """The KL to the reference starts at 0, and the reference stays."""
+    reference, mask = probe.trainer.reference, probe.rollouts.mask
+    if reference is None:
+        return "pass", "none, as beta is 0"
+    logprobs = probe.score(reference)
+    kl = float(masked_mean(kl_k3(probe.scored, logprobs), mask))
+    with weights_changed(probe.model):
+        moved = float((probe.score(reference) - logprobs)[mask].abs().max())
+    if moved > 0:
+        return (
+            "fail",
+            f"the reference's log-probs move by {moved:.2g} nats when the policy's weights change",
+            "it must be a frozen copy: load_reference(model)",
+        )
+    finding = f"KL to the reference is {kl:.1g} nats per token"
+    if probe.trainer.steps_done == 0 and not kl <= allowed_difference(probe.model) ** 2:
+        return (
+            "fail",
+            f"{finding} before the first step",
+            "the reference must be the starting policy: load_reference(model)",
+        )
+    return "pass", f"{finding} after {probe.trainer.steps_done} steps, and it does not move with the policy"
+
+
+# %% [markdown]
+# **The reward** meets the completions that it will meet in the run, under a time limit, and after them two that come sooner or
+# later: an empty one, and one of random tokens. The limit is an alarm, which ends the call wherever it stands, in the main
+# thread; elsewhere there is none.
+
+
+# %% tags=["export:preflight"]
+class TooSlow(BaseException):
+    """Raised by `time_limit`; no Exception, so that a function that catches those does not swallow it (section 16)."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TooSlow` in the body after ``seconds``; without effect outside of the main thread (section 16)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_):
+        raise TooSlow
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def grade_odd_texts(probe: Probe) -> None:
+    """Ask the reward for an empty completion and one of random tokens; raises what it raises (section 16)."""
+    size, generator = probe.config.max_completion_length, torch.Generator().manual_seed(0)
+    noise = probe.tokenizer.decode(torch.randint(len(probe.tokenizer), (size,), generator=generator))
+    examples = [probe.examples[0], probe.examples[-1]]
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    try:
+        score_completions(probe.trainer.task.reward, [example.prompt for example in examples], ["", noise], columns)
+    except RewardError as error:
+        finding = f"{str(error).partition('; ')[0]}, asked about an empty completion and {noise[:30]!r}"
+        raise RewardError(
+            f"{finding}; a policy says such things: have it return a number or None for any text"
+        ) from error
+
+
+def check_reward(probe: Probe) -> tuple[str, ...]:
+    """The reward function answers, in time, for any text."""
+    count, started = len(probe.rollouts), time.perf_counter()
+    try:
+        with time_limit(probe.reward_seconds):
+            graded = probe.graded
+            seconds = time.perf_counter() - started
+            grade_odd_texts(probe)
+    except RewardError as error:
+        finding, _, remedy = str(error).partition("; ")
+        return "fail", finding, remedy
+    except TooSlow:
+        return (
+            "fail",
+            f"no answer for {count} completions within {probe.reward_seconds:g} s",
+            "give the reward function a time limit for each completion (section 15 shows how)",
+        )
+    missing, rewards = int((~graded.graded).sum()), graded.rewards[graded.graded]
+    if missing == count:
+        return "fail", f"none of {count} completions could be graded: all None", "look at the reward's None cases"
+    finding = (
+        f"{rewards.min():.3g} to {rewards.max():.3g}, mean {rewards.mean():.3g}, {missing} of {count} not gradable, "
+    )
+    finding += f"{seconds / count * probe.config.completions_per_step:.1g} s per step"
+    if missing > count / 2:
+        return "warn", finding, "more than half of the completions teach nothing: look at the reward's None cases"
+    return "pass", finding
+
+
+# %% [markdown]
+# **Is there anything to learn?** Only where rewards differ within a group (section 6), or, for the estimators that compare
+# otherwise, within the batch. If all are equal, up to 64 further prompts are asked before this is called a fault.
+
+
+# %% tags=["export:preflight"]
+BY_GROUP = ("group", "leave_one_out")
+
+
+def tied(rollouts: Rollouts, config: TrainConfig) -> Tensor:
+    """`tied_groups` of graded rollouts; the batch is one group if the advantages are not a group's own (section 16)."""
+    group = rollouts.group if config.advantage_estimator in BY_GROUP else torch.zeros_like(rollouts.group)
+    return tied_groups(rollouts.rewards, group, rollouts.graded)
+
+
+def check_signal(probe: Probe) -> tuple[str, ...]:
+    """Rewards differ where advantages are made of them."""
+    found, size = tied(probe.graded, probe.config), len(probe.examples)
+    others = probe.trainer.task.train[:64]
+    for start in range(0, len(others), size):
+        if not found.all():
+            break
+        examples = others[start : start + size]
+        prompts = [encode_prompt(probe.tokenizer, example.prompt) for example in examples]
+        found = torch.cat([found, tied(probe.grade(probe.generate(prompts, seed=3), examples), probe.config)])
+    count, equal = len(found), int(found.sum())
+    what = "groups" if probe.config.advantage_estimator in BY_GROUP else "batches"
+    finding = f"the rewards are equal in {equal} of {count} {what}"
+    remedy = (
+        "no advantage differs from 0 there: take prompts that succeed sometimes, a reward with steps between, or a "
+    )
+    remedy += f"greater num_generations than {probe.config.num_generations} (section 13)"
+    if equal == count:
+        return "fail", f"{finding}, mostly {probe.graded.rewards[probe.graded.graded].median():.3g}", remedy
+    return ("warn", finding, remedy) if equal > 0.75 * count else ("pass", finding)
+
+
+# %% [markdown]
+# **The memory** of a step is section 12's plan, with the lengths of this run, less what is there already.
+
+
+# %% tags=["export:preflight"]
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on ``device``; None where that is not known (section 16)."""
+    if device.type == "cuda":
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    lines = Path("/proc/meminfo")
+    found = (
+        re.search(r"MemAvailable: +(\d+) kB", lines.read_text()) if lines.exists() and device.type == "cpu" else None
+    )
+    return int(found[1]) * 1024 if found else None
+
+
+def check_memory(probe: Probe) -> tuple[str, ...]:
+    """A step fits into what is free."""
+    trainer, config = probe.trainer, probe.config
+    settings = {field.name: getattr(config, field.name) for field in fields(Setup) if hasattr(config, field.name)}
+    settings |= {"completions": config.completions_per_step, "batch": config.per_device_train_batch_size}
+    settings |= {"reference": trainer.reference is not None, "critic": trainer.critic is not None}
+    settings["max_prompt_length"] = max(map(len, probe.prompts))
+    try:
+        residents = plan(shape_of(probe.model.config, probe.model.dtype), Setup(**settings)).residents
+    except ValueError as error:
+        return "skip", str(error)
+    peak = Plan(tuple(part for part in residents if part.owner != "engine")).peak  # an engine has its share by now
+    models = [model for model in (probe.model, trainer.reference, trainer.critic) if model is not None]
+    weights = {weight.data_ptr(): weight.nbytes for model in models for weight in model.parameters()}
+    needed, free = peak - sum(weights.values()), free_memory(probe.model.device)
+    if free is None:
+        return "skip", f"a step takes {needed / 2**30:.2f} GiB more; what is free is not known here"
+    finding = f"a step takes {needed / 2**30:.2f} GiB more, and {free / 2**30:.2f} GiB are free"
+    if needed <= 0.9 * free:
+        return "pass", finding
+    remedy = "lower per_device_train_batch_size and raise gradient_accumulation_steps; `lmrl plan` shows what takes it"
+    return "warn" if needed <= free else "fail", finding, remedy
+
+
+# %% [markdown]
+# **All of them**, in order, each with those that must not have failed before it. What a check raises is a failure too, and
+# its message is the finding. The global generators are given back as they were.
+
+
+# %% tags=["export:preflight"]
+CHECKS = {
+    "one BOS": (check_bos, ()),
+    "template": (check_markers, ()),
+    "pad token": (check_pad, ()),
+    "completions": (check_completions, ()),
+    "stop token": (check_stop, ("completions",)),
+    "truncation": (check_truncation, ("completions", "stop token")),
+    "first ratio": (check_ratio, ("completions",)),
+    "alignment": (check_alignment, ("first ratio",)),
+    "temperature": (check_temperature, ("alignment",)),
+    "draws": (check_draws, ("alignment",)),
+    "sampler gap": (check_gap, ("alignment",)),
+    "weight sync": (check_sync, ("sampler gap",)),
+    "reference": (check_reference, ("first ratio",)),
+    "reward": (check_reward, ("completions",)),
+    "signal": (check_signal, ("reward",)),
+    "memory": (check_memory, ()),
+}
+
+
+def preflight(trainer: Trainer, reward_seconds: float = 60.0) -> list[Check]:
+    """Every check of a trainer that is ready to start, in the order of CHECKS (section 16).
+
+    Weights, optimisers, generators and the order of the prompts are afterwards what they were, to the last bit. The reward
+    function has ``reward_seconds`` for up to 64 completions, in the main thread.
+    """
+    found = {}
+    with generators_kept():
+        probe = Probe(trainer, reward_seconds)
+        for name, (function, needs) in CHECKS.items():
+            blocked = [need for need in needs if found[need].status in ("fail", "skip")]
+            found[name] = (
+                Check(name, "skip", f"not judged: {blocked[0]}") if blocked else ask_check(name, function, probe)
+            )
+    return list(found.values())
+
+
+def ask_check(name: str, function: Callable, probe: Probe) -> Check:
+    """The line of one check; an exception is its finding (section 16)."""
+    try:
+        return Check(name, *function(probe))
+    except Exception as error:
+        return Check(name, "fail", describe(error), "this came from your set-up or from lmrl: the message says which")
+
+
+# %% [markdown]
+# `lmrl check` prints all lines, `lmrl train` those that are not a pass, and does not start on a failure.
+
+
+# %% tags=["export:preflight"]
+def preflight_table(checks: list[Check]) -> str:
+    """One aligned line for each check, and the count of each status (section 16)."""
+    statuses = [check.status for check in checks]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("pass", "warn", "fail", "skip"))
+    return "\n".join([*map(str, checks), f"{len(checks)} checks: {counts}"])
+
+
+def require_preflight(trainer: Trainer) -> None:
+    """Print the warnings and failures of `preflight` to stderr; ValueError if there is a failure (section 16)."""
+    checks = preflight(trainer)
+    for check in checks:
+        if check.status in ("warn", "fail"):
+            print(check, file=sys.stderr)
+    failed = [check.name for check in checks if check.status == "fail"]
+    if failed:
+        raise ValueError(
+            f"{len(failed)} of {len(checks)} checks of the set-up failed ({', '.join(failed)}) and nothing was started; "
+            "`lmrl check` with the same options shows all of them, `lmrl train --no-preflight` starts without"
+        )
+
+
+# %% [markdown]
+# Here is the PPO trainer from above, with its reference and three steps behind it:
+
+# %%
+checks = preflight(trainer)
+print(preflight_table(checks))
+assert {check.status for check in checks} == {"pass"}
+
+# %% [markdown]
+# And three ways to break it: a sampler at another temperature, a reward that says the same of everything, and a sampler that
+# never hears of new weights. Each leaves one line.
+
+# %%
+broken = {
+    "temperature": {"sampler": replace(sampler, temperature=0.6)},
+    "signal": {"task": replace(task, reward=lambda completions, **columns: [0.5] * len(completions))},
+    "weight sync": {"sampler": replace(sampler, model=load_reference(trainer.model))},
+}
+for name, parts in broken.items():
+    working = {part: getattr(trainer, part) for part in parts}
+    vars(trainer).update(parts)
+    lines = [check for check in preflight(trainer) if check.status in ("warn", "fail")]
+    vars(trainer).update(working)
+    print(*lines, sep="\n")
+    assert [line.name for line in lines] == [name]
+
+# %% [markdown]
 # ## The command line
 #
 # `lmrl train` builds the pieces from a `TrainConfig`, hands them to the trainer and prints where the results are. What
@@ -1313,7 +3019,32 @@ for _ in range(3):
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
-    free_run_folder(config)
+    checkpoint = None if config.resume is None else checkpoint_to_resume(config)
+    if checkpoint is None:
+        free_run_folder(config)
+    task, tokenizer, model = load_parts(config)
+    sampler = build_sampler(replace(config, use_vllm=False), task, tokenizer, model)
+    reference = load_reference(model) if config.beta != 0.0 else None
+    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    trainer = Trainer(config, model, tokenizer, task, sampler, reference, critic)
+    if checkpoint is not None:
+        restore(trainer, checkpoint)
+    if config.use_vllm:  # last, for an engine takes a while to start
+        trainer.sampler = build_sampler(config, task, tokenizer, model)
+    return trainer
+
+
+def checkpoint_to_resume(config: TrainConfig) -> Path:
+    """The newest whole checkpoint of the run in ``config.resume``; says what the run will change (section 16)."""
+    checkpoint = newest_checkpoint(Path(config.resume))
+    record = read_record(checkpoint)
+    changes = changed_settings(record, config)
+    print(f"{config.resume} goes on after step {record['step']} of {config.max_steps}", *changes, sep="\n  ")
+    return checkpoint
+
+
+def load_parts(config: TrainConfig) -> tuple:
+    """The task, the tokenizer and the model that ``config`` names (section 16)."""
     device = find_device(config.device)
     task = load_task(config.task, seed=config.seed)
     if config.model == "tiny" and task.name != "arithmetic":
@@ -1325,33 +3056,37 @@ def build_trainer(config: TrainConfig) -> Trainer:
         path = warm_start_folder(config.seed)
     else:
         path = resolve_model_path(config.model)
-    tokenizer = load_tokenizer(path)
-    model = load_policy(path, dtype=config.dtype, device=device)
-    stop_ids = stop_token_ids(tokenizer, model, task.stop)
-    sampling = (model, stop_ids, tokenizer.pad_token_id, config.max_completion_length, config.temperature)
-    sampling += (config.top_k, config.top_p, config.min_p)
-    reference = load_reference(model) if config.beta != 0.0 else None
-    critic = build_critic(model) if config.advantage_estimator == "gae" else None
-    trainer = Trainer(config, model, tokenizer, task, TorchSampler(*sampling), reference, critic)
-    if config.use_vllm:  # last, for an engine takes a while to start
-        trainer.sampler = VLLMSampler(
-            *sampling,
-            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            max_model_length=config.vllm_max_model_length,
-            enable_sleep_mode=config.vllm_enable_sleep_mode,
-        )
-    return trainer
+    return task, load_tokenizer(path), load_policy(path, dtype=config.dtype, device=device)
+
+
+def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
+    """The sampler of ``model`` that ``config`` asks for: its own, or a vLLM engine, which is to be closed (section 16)."""
+    sampling = (model, stop_token_ids(tokenizer, model, task.stop), tokenizer.pad_token_id)
+    sampling += (config.max_completion_length, config.temperature, config.top_k, config.top_p, config.min_p)
+    if not config.use_vllm:
+        return TorchSampler(*sampling)
+    return VLLMSampler(
+        *sampling,
+        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        max_model_length=config.vllm_max_model_length,
+        enable_sleep_mode=config.vllm_enable_sleep_mode,
+    )
 
 
 # %% tags=["export:cli"]
 def train(config: TrainConfig) -> int:
-    """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C (section 16)."""
+    """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C or SIGTERM (section 16)."""
     plot = optional_import("lmrl.figures.trainer", "train").learning_curve
-    optional_import("torch.utils.tensorboard", "train")  # needed later: fail now, before there is a folder
+    tracker_modules(config.report_to)  # needed later: fail now, before there is a folder
     if config.use_vllm:
         import_vllm(find_device(config.device).split(":")[0])
     trainer = build_trainer(config)
+    if config.max_prompt_length is not None:
+        left = f"{len(trainer.task.train)} prompts to train on and {len(trainer.task.heldout)} held out are left"
+        print(f"{trainer.dropped_prompts} prompts of more than {config.max_prompt_length} tokens dropped; {left}")
     with trainer.sampler if config.use_vllm else nullcontext():
+        if config.preflight:
+            require_preflight(trainer)
         result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
@@ -1359,8 +3094,139 @@ def train(config: TrainConfig) -> int:
     print(f"mean reward: {result.before.reward:.3f} before, {result.after.reward:.3f} after")
     print(f"peak memory: {peak_memory(trainer.model.device.type):.2f} GiB")
     print(f"results: {result.folder}/ (learning_curve.png, metrics.jsonl, samples.jsonl, checkpoint/)")
+    if result.interrupted:
+        print(f"go on with: lmrl train --resume {result.folder}")
     return 130 if result.interrupted else 0
 
+
+# %% [markdown]
+# `lmrl check` takes the settings of `lmrl train`, and does of it what comes before the first step.
+
+
+# %% tags=["export:cli"]
+def check_setup(config: TrainConfig) -> int:
+    """Run ``lmrl check``; returns the exit code: 1 if a check failed, else 0 (section 16)."""
+    trainer = build_trainer(replace(config, name=None))
+    with trainer.sampler if config.use_vllm else nullcontext():
+        checks = preflight(trainer)
+    print(preflight_table(checks))
+    return int(any(check.status == "fail" for check in checks))
+
+
+# %% [markdown]
+# `lmrl eval` measures what a run left behind, or any other model. Given the folder of a run, or a checkpoint in it, it takes the run's
+# settings: the same task, the same held-out problems, the same sampling. With the run's own number of answers it therefore repeats
+# the run's last measurement to the digit; by default it draws more of them, for pass@k.
+
+
+# %% tags=["export:cli"]
+@dataclass(frozen=True)
+class EvalConfig(TrainConfig):
+    """The settings of `lmrl eval` (section 16): those of `lmrl train`, of which it reads the model's, the task's and the
+    sampling's, and these. After `lmrl eval RUN` the run's own settings are the defaults."""
+
+    model: str = "tiny"
+    """A run's folder, a checkpoint in it, its checkpoints/best, or any model that `lmrl train` takes (section 16)."""
+    num_eval_generations: int = 16
+    """Answers per held-out problem, n: pass@k is estimated for k up to n (section 13)."""
+    eval_seed: int = 0
+    """Seed of the answers. The problems depend on seed, and should stay those of the run (section 16)."""
+    output_dir: str = "runs"
+    """Folder in which the results get a folder eval-1, eval-2, …; by default the run's (section 16)."""
+
+
+def settings_of_run(models: list[str], default: EvalConfig) -> EvalConfig:
+    """The settings to evaluate a model with: its run's, if it is the folder of a run or within one (section 16).
+
+    For any other model they are ``default``. Raises ValueError for several models, FileNotFoundError for a run that has
+    no checkpoint yet.
+    """
+    if len(models) > 1:
+        raise ValueError(f"lmrl eval measures one model at a time, but got {', '.join(models)}")
+    path = Path(models[0])
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "metrics.jsonl").is_file()), None)
+    if run is None:
+        return replace(default, model=models[0])
+    checkpoint = {run: run / "checkpoint", run / "checkpoints/best": best_checkpoint(run)}.get(path, path)
+    if checkpoint is None or not checkpoint.is_dir():
+        raise FileNotFoundError(
+            f"the run {run} has no {path if checkpoint is None else checkpoint} yet (see save_steps)"
+        )
+    settings = asdict(read_settings(run / "config.json", TrainConfig))
+    settings |= {"model": str(checkpoint), "output_dir": str(run)}
+    return EvalConfig(**settings | {"num_eval_generations": default.num_eval_generations})
+
+
+# %% tags=["export:cli"]
+def evaluate_model(config: EvalConfig) -> int:
+    """Run ``lmrl eval``; returns the exit code (section 16). ValueError for settings that cannot work."""
+    check_config(config)
+    task, tokenizer, model = load_parts(config)
+    if config.max_prompt_length is not None:
+        task, _ = drop_long_prompts(task, tokenizer, config.max_prompt_length)
+    sampler = build_sampler(config, task, tokenizer, disable_dropout(model))
+    with sampler if config.use_vllm else nullcontext():
+        result = measure(sampler, tokenizer, task, config, config.eval_seed)
+    answers = f"{len(result.right)} held-out problems, {config.num_eval_generations} answers each"
+    print(f"{config.model} on {config.task}: {answers}, temperature {config.temperature:g}")
+    print(evaluation_table(result))
+    folder = next(f for n in itertools.count(1) if not (f := Path(config.output_dir) / f"eval-{n}").exists())
+    folder.mkdir(parents=True)
+    (folder / "samples.txt").write_text(readable_samples(result))
+    (folder / "samples.jsonl").write_text("".join(map(json_line, result.samples)))
+    numbers = {f"pass@{k}": interval for k, interval in result.pass_at().items()}
+    numbers |= {name: getattr(result, name) for name in ("reward", "well_formed", "truncated", "ungraded")}
+    (folder / "eval.json").write_text(json.dumps({"results": numbers, "settings": asdict(config)}, indent=2) + "\n")
+    print(f"results: {folder}/ (samples.txt to read, samples.jsonl, eval.json)")
+    return 0
+
+
+# %% [markdown]
+# The samples are the most useful output of a measurement: a reward that is cheated shows there first. So they are also written to be
+# read, a problem at a time, with equal answers counted together.
+
+
+# %% tags=["export"]
+def evaluation_table(result: Evaluation) -> str:
+    """The numbers of an evaluation, one a line; intervals are 95 %, over problems (section 16)."""
+    rows = [(f"pass@{k}", interval) for k, interval in result.pass_at().items()]
+    rows += [("mean reward", f"{result.reward:.3f}"), ("well-formed", f"{result.well_formed:.3f}")]
+    rows += [("cut off at the cap", f"{result.truncated:.3f}"), ("not gradable", f"{result.ungraded:.3f}")]
+    return "\n".join(f"{name:<20}{value}" for name, value in rows)
+
+
+def readable_samples(result: Evaluation) -> str:
+    """The samples as a text: each problem, how often it was solved, and its different answers by frequency (section 16)."""
+    lines, n = [], len(result.samples) // len(result.right)
+    for i, right in enumerate(result.right):
+        answers = result.samples[i * n : (i + 1) * n]
+        lines += [f"=== problem {i + 1}: {right} of {n} right", prompt_text(answers[0]["prompt"])]
+        for text, words in counted_answers(answers):
+            lines += [f"--- {words}", text]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def counted_answers(answers: list[dict]) -> list[tuple[str, str]]:
+    """The different answers among samples of one problem, the most frequent first, with number and reward (section 16)."""
+    counts = Counter((row["completion"], row["reward"], row["truncated"]) for row in answers)
+    described = []
+    for (text, reward, truncated), count in counts.most_common():
+        grade = "not gradable" if reward is None or math.isnan(reward) else f"reward {reward:g}"
+        described.append((text, f"{count} ×, {grade}{', cut off' if truncated else ''}"))
+    return described
+
+
+def prompt_text(prompt: str | list[dict]) -> str:
+    """A prompt to read: a text as it is, a conversation with a line for each role (section 16)."""
+    return (
+        prompt if isinstance(prompt, str) else "\n".join(f"[{turn.get('role')}] {turn['content']}" for turn in prompt)
+    )
+
+
+# %%
+print(evaluation_table(before))
+print(readable_samples(before).partition("=== problem 3")[0])
 
 # %% [markdown]
 # `lmrl plan` takes the settings of `lmrl train`, and a few that a plan alone needs, and prints section 12's table: change the verb
@@ -1375,17 +3241,15 @@ class PlanConfig(TrainConfig):
     max_prompt_length: int | None = None
     """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others."""
     critic: bool = False
-    """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along."""
+    """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along (section 12)."""
     reward_model: str | None = None
-    """A reward model: a folder or config.json, or "same" for one of the policy's size."""
-    master_weights: bool = False
-    """float32 copies of bfloat16 weights for the optimiser."""
+    """A reward model: a folder or config.json, or "same" for one of the policy's size (section 12)."""
     optim: str = "adamw"
-    """"adamw" or "sgd"."""
+    """"adamw" or "sgd" (section 12)."""
     fused_logits: bool = True
     """Section 11's log-probs; without, the logits of a batch are held in full."""
     world_size: int = 1
-    """GPUs that share the step: its completions, and by FSDP the models."""
+    """GPUs that share the step: its completions, and by FSDP the models (section 12)."""
 
 
 def plan_memory(config: PlanConfig) -> int:
@@ -1420,12 +3284,266 @@ def plan_memory(config: PlanConfig) -> int:
 
 
 # %% [markdown]
-# A recipe is a file of settings. `--config configs/dapo.yaml` takes them as the defaults of the command line, whose options
-# still win; a run's own `config.json` is such a file too. A name that no setting has is refused, with the nearest that
-# one has.
+# One run says little. What a setting does shows when two runs stand side by side, and `lmrl report RUN RUN …` puts them on one page:
+# the curves of every metric, the settings in which they differ, and answers to the same problems before and after.
+# The page is one file without any link, so that it can be kept, or sent to someone. First, what a run left behind is read back.
+
+
+# %% tags=["export:report"]
+@dataclass(frozen=True)
+class RunRecord:
+    """What the folder of a run holds (section 16): its settings, a record of metrics per step, its held-out answers by when
+    they were sampled, and the results of every `lmrl eval` in it."""
+
+    name: str
+    settings: dict
+    metrics: list[dict[str, float]]
+    samples: dict[str, list[dict]]
+    evaluations: dict[str, dict]
+
+    def curve(self, metric: str) -> tuple[list[float], list[float]]:
+        """The steps at which ``metric`` was logged, and its values; for "pass@1" those on held-out problems."""
+        points = [(record["step"], record[metric]) for record in self.metrics if metric in record]
+        if metric == "pass@1":
+            before, after = self.pass_at_1("before"), self.pass_at_1("after")
+            points = [(0, before.mean)] if before else []
+            points += [(record["step"], record[EVALUATED]) for record in self.metrics if EVALUATED in record]
+            points += [(self.metrics[-1]["step"], after.mean)] if after else []
+        return [step for step, _ in points], [value for _, value in points]
+
+    def problems(self, when: str) -> dict[str, list[dict]]:
+        """The answers sampled ``when``, "before" or "after", by problem."""
+        found = {}
+        for row in self.samples.get(when, []):
+            found.setdefault(prompt_text(row["prompt"]), []).append(row)
+        return found
+
+    def pass_at_1(self, when: str) -> Interval | None:
+        """Held-out pass@1 "before" or "after", with its 95 % interval; None if it was not measured."""
+        problems = self.problems(when).values()
+        shares = [sum((row["reward"] or 0) >= 1 for row in rows) / len(rows) for rows in problems]
+        return interval_over_problems(torch.tensor(shares)) if shares else None
+
+
+EVALUATED = "eval_pass_at_1"
+
+
+def read_run(folder: str) -> RunRecord:
+    """The run in ``folder``, finished or not; FileNotFoundError for another folder, ValueError for a faulty file (section 16)."""
+    place = Path(folder)
+    if not (place / "metrics.jsonl").is_file() or not (place / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it needs config.json and metrics.jsonl")
+    metrics, samples, file = read_metrics(place / "metrics.jsonl"), {}, place / "samples.jsonl"
+    if not metrics:
+        raise ValueError(f"{folder} has no step yet; its metrics.jsonl is empty")
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        row = json.loads(line)
+        samples.setdefault(row["when"], []).append(row)
+    settings = json.loads((place / "config.json").read_text())
+    evaluations = {
+        path.parent.name: json.loads(path.read_text())["results"] for path in sorted(place.glob("*/eval.json"))
+    }
+    return RunRecord(place.resolve().name, settings, metrics, samples, evaluations)
+
+
+# %% [markdown]
+# Then the pieces of the page: a table of settings, the pictures, and the answers.
+
+
+# %% tags=["export:report"]
+FIRST_CURVES = ("reward", "pass@1", "entropy", "completion_length", "kl_ref", "kl_old", "clip_fraction", "sampler_gap")
+
+
+def setting_rows(runs: list[RunRecord]) -> list[tuple[str, list[str], bool]]:
+    """Every setting of the runs: its name, its value in each, and whether they differ; those that do come first."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = [(name, [str(run.settings.get(name, "–")) for run in runs]) for name in names]
+    return sorted(((name, values, len(set(values)) > 1) for name, values in rows), key=lambda row: not row[2])
+
+
+def curve_names(runs: list[RunRecord]) -> list[str]:
+    """What is drawn: FIRST_CURVES, then every other metric that a run logged (section 16)."""
+    logged = dict.fromkeys(name for run in runs for record in run.metrics for name in record)
+    names = [*FIRST_CURVES, *(name for name in METRICS if name in logged), *logged]
+    return [name for name in dict.fromkeys(names) if name in (logged.keys() | {"pass@1"}) - {"step", EVALUATED}]
+
+
+def inlined(figure: Figure) -> str:
+    """A figure as the source of an HTML image, an SVG inside the address (section 16)."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def draw_curves(runs: list[RunRecord]) -> list[dict]:
+    """Name, meaning and picture of every curve (section 16)."""
+    metric_curve, curves = optional_import("lmrl.figures.trainer", "train").metric_curve, []
+    for name in curve_names(runs):
+        lines = {str(i): run.curve(name) for i, run in enumerate(runs)}
+        if any(steps for steps, _ in lines.values()):
+            metric = METRICS["reward/NAME"] if name.startswith("reward/") else METRICS.get(name)
+            picture = inlined(metric_curve(lines, points=name == "pass@1"))
+            curves.append({"name": name, "metric": metric, "picture": picture})
+    return curves
+
+
+def answer_rows(run: RunRecord, problems: int) -> list[dict]:
+    """The first ``problems`` held-out problems with the run's answers, counted, before and after (section 16)."""
+    before, after = run.problems("before"), run.problems("after")
+    prompts = list(before | after)[:problems]
+    answers = [[counted_answers(side.get(prompt, [])) for side in (before, after)] for prompt in prompts]
+    return [
+        {"prompt": prompt, "before": old, "after": new} for prompt, (old, new) in zip(prompts, answers, strict=True)
+    ]
+
+
+# %% [markdown]
+# The page itself is a Jinja template, which escapes whatever a model wrote.
+
+
+# %% tags=["export:report"]
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ runs | map(attribute="name") | join(", ") }}</title>
+<style>
+  body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 78rem; margin: 0 auto; padding: 0 1rem 3rem; }
+  h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
+  table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top; }
+  tr { border-bottom: 1px solid #ddd; } .scroll { overflow-x: auto; } .differs { background: #fff3d6; }
+  .key { position: sticky; top: 0; background: #fffffff2; padding: .4rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
+  .key svg { width: 2.6rem; height: .8rem; margin-right: .4rem; }
+  .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem 1.5rem; }
+  figure { margin: 0; } figure img { width: 100%; } figcaption { font-size: .85rem; color: #555; }
+  figcaption b { color: #222; font-size: .95rem; }
+  summary { cursor: pointer; font-weight: 600; margin: 1rem 0; } code { font-size: .9em; overflow-wrap: anywhere; }
+  .answers { display: grid; grid-template-columns: repeat(3, 1fr); gap: .2rem 1.2rem; border-top: 1px solid #ddd; padding: .6rem 0; }
+  pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; font-size: .85rem; }
+  small { color: #555; } @media (max-width: 40rem) { .answers { grid-template-columns: 1fr; } }
+</style>
+<h1>{{ runs | map(attribute="name") | join(", ") }}</h1>
+<div class="scroll"><table>
+<tr><th>run<th>steps<th>held-out pass@1 before<th>after<th>reward, last 20 steps<th>time</tr>
+{% for run in runs %}<tr><td>{{ run.name }}<td>{{ run.metrics[-1].step | int }}<td>{{ run.pass_at_1("before") or "–" }}
+<td>{{ run.pass_at_1("after") or "–" }}<td>{{ latest(run) }}<td>{{ duration(run) }}</tr>{% endfor %}
+</table></div>
+{% for run in runs %}{% for name, results in run.evaluations.items() %}
+<p><b>{{ run.name }}/{{ name }}</b>{% for metric, value in results.items() if metric.startswith("pass@") %}
+{{ metric }} {{ "%.3f" % value[0] }} [{{ "%.3f" % value[1] }}, {{ "%.3f" % value[2] }}]{{ "," if not loop.last }}{% endfor %}</p>
+{% endfor %}{% endfor %}
+<h2>Curves</h2>
+<div class="key">{% for run in runs %}{% set color, dashes = style(loop.index0) %}<span><svg viewBox="0 0 42 12">
+<line x1="0" y1="6" x2="42" y2="6" stroke="{{ color }}" stroke-width="3" stroke-dasharray="{{ dashes | join(" ") }}"/></svg>
+{{ run.name }}</span>{% endfor %}</div>
+{% macro draw(curves) %}<div class="curves">{% for curve in curves %}
+<figure><figcaption><b>{{ curve.name }}</b> {{ curve.metric.meaning if curve.metric }}</figcaption>
+<img src="{{ curve.picture }}" alt="{{ curve.name }} against the step">
+{% if curve.metric %}<figcaption>{% if curve.metric.healthy %}healthy: {{ curve.metric.healthy }} · {% endif -%}
+section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
+{% endfor %}</div>{% endmacro %}
+{{ draw(curves[:shown]) }}
+{% if curves[shown:] %}<details><summary>{{ curves[shown:] | length }} more</summary>{{ draw(curves[shown:]) }}</details>{% endif %}
+<h2>Settings</h2>
+{% macro table(rows) %}<div class="scroll"><table>
+<tr><th>setting{% for run in runs %}<th>{{ run.name }}{% endfor %}</tr>
+{% for name, values, differs in rows %}<tr{% if differs %} class="differs"{% endif %}><td><code>{{ name }}</code>
+{% for value in values %}<td><code>{{ value }}</code>{% endfor %}</tr>{% endfor %}
+</table></div>{% endmacro %}
+{% if runs | length > 1 %}{{ table(settings | selectattr(2)) }}{% endif %}
+<details><summary>all settings{{ ", those that differ marked" if runs | length > 1 }}</summary>{{ table(settings) }}</details>
+<h2>Answers to held-out problems</h2>
+{% for run in runs %}<h3>{{ run.name }}</h3>
+{% for row in answers(run) %}<div class="answers"><div><small>problem</small><pre>{{ row.prompt }}</pre></div>
+{% for when in ("before", "after") %}<div><small>{{ when }}</small>
+{% for text, words in row[when] %}<pre>{{ text }}</pre><small>{{ words }}</small>{% endfor %}</div>{% endfor %}</div>
+{% else %}<p>None yet: they are written when the run ends.</p>{% endfor %}{% endfor %}
+</html>
+"""
+
+
+def report_page(runs: list[RunRecord], problems: int = 8) -> str:
+    """The HTML page that compares ``runs``, with answers to the first ``problems`` held-out problems (section 16)."""
+    template = import_module("jinja2").Environment(autoescape=True, undefined=import_module("jinja2").StrictUndefined)
+
+    def latest(run):
+        rewards = [record["reward"] for record in run.metrics[-20:]]
+        return f"{sum(rewards) / len(rewards):.3f}"
+
+    def duration(run):
+        seconds = sum(record["seconds"] for record in run.metrics)
+        return (
+            f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+        )
+
+    curves = draw_curves(runs)
+    return template.from_string(PAGE).render(
+        runs=runs,
+        latest=latest,
+        duration=duration,
+        style=optional_import("lmrl.figures.trainer", "train").run_style,
+        curves=curves,
+        shown=sum(curve["name"] in FIRST_CURVES for curve in curves),
+        settings=setting_rows(runs),
+        answers=lambda run: answer_rows(run, problems),
+    )
 
 
 # %% tags=["export:cli"]
+@dataclass(frozen=True)
+class ReportConfig:
+    """The settings of `lmrl report` (section 16)."""
+
+    runs: tuple[str, ...] = ()
+    """The runs' folders; they may also stand before the options (section 16)."""
+    output: str = "report.html"
+    """The page (section 16)."""
+    num_problems: int = 8
+    """Held-out problems whose answers are shown, before and after (section 16)."""
+
+
+def write_report(config: ReportConfig) -> int:
+    """Run ``lmrl report``; returns the exit code (section 16)."""
+    if not config.runs:
+        raise ValueError("lmrl report needs the folder of a run, or of several: lmrl report runs/a runs/b")
+    Path(config.output).write_text(report_page([read_run(folder) for folder in config.runs], config.num_problems))
+    print(f"report: {config.output}")
+    return 0
+
+
+# %% [markdown]
+# A recipe is a file of settings. `--config configs/dapo.yaml` takes them as the defaults of the command line, whose options
+# still win; a run's own `config.json` is such a file too. A name that no setting has is refused, with the nearest that
+# one has, in the file and on the command line alike. A few settings have another name in TRL, or in its PPO trainer; those are
+# taken too.
+
+
+# %% tags=["export:cli"]
+TRL_NAMES = {
+    "model_name_or_path": "model",
+    "run_name": "name",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "kl_coef": "beta",
+    "cliprange": "epsilon",
+    "vllm": "use_vllm",
+}
+
+
+def setting_name(name: str, settings: type) -> str:
+    """The field of the dataclass ``settings`` that ``name`` means, in TRL's spelling or ours; hyphens are underscores.
+
+    Raises ValueError with the nearest name for one that there is not (section 16).
+    """
+    own = {field.name: field.name for field in fields(settings)}
+    known = {theirs: ours for theirs, ours in TRL_NAMES.items() if ours in own} | own
+    key = name.replace("-", "_")
+    if key not in known:
+        near = difflib.get_close_matches(key, known, 1, 0.0)[0]
+        raise ValueError(f"there is no setting {name!r}; did you mean {near}?")
+    return known[key]
+
+
 def read_settings(path: str | Path, settings: type):
     """The dataclass ``settings`` with the values of the YAML or JSON file ``path`` (section 16).
 
@@ -1439,13 +3557,14 @@ def read_settings(path: str | Path, settings: type):
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")
-    known = {field.name: field.type for field in fields(settings)}
-    for name, value in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1, 0.0)[0]
-            raise ValueError(f"{path}: there is no setting {name!r}; did you mean {near}?")
-        values[name] = typed(path, name, value, get_args(known[name]) or (known[name],))
-    return settings(**values)
+    types, found = {field.name: field.type for field in fields(settings)}, {}
+    for written, value in values.items():
+        try:
+            name = setting_name(str(written), settings)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        found[name] = typed(path, written, value, get_args(types[name]) or (types[name],))
+    return settings(**found)
 
 
 def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
@@ -1475,27 +3594,100 @@ with TemporaryDirectory() as place:
         raise AssertionError("an unknown name was taken")
 
 # %% [markdown]
-# Both commands by name, and what ends them:
+# The commands by name. What each takes is a dataclass, from which its `--help` is made: every setting with its meaning, its
+# default and the section that explains it.
 
 
 # %% tags=["export:cli"]
-COMMANDS = {"train": (TrainConfig, train), "plan": (PlanConfig, plan_memory)}
-USAGE = "usage: lmrl train|plan [--config FILE.yaml] [options]   (lmrl train --help lists them)"
+@dataclass(frozen=True)
+class Command:
+    """A command of `lmrl` (section 16): the dataclass of its settings, and ``run``, which takes them and returns the exit
+    code. ``about`` makes settings of the ``subject`` that stands before the options, and of the others' defaults."""
+
+    settings: type
+    run: Callable[..., int]
+    meaning: str
+    subject: str = ""
+    about: Callable | None = None
 
 
+COMMANDS = {
+    "train": Command(TrainConfig, train, "learn; leaves a folder with metrics, samples and a checkpoint"),
+    "check": Command(TrainConfig, check_setup, "what is wrong with a set-up; starts nothing"),
+    "eval": Command(
+        EvalConfig, evaluate_model, "pass@1, pass@2, … and the answers to read", "RUN_OR_MODEL", settings_of_run
+    ),
+    "plan": Command(PlanConfig, plan_memory, "the memory that a run will need; loads no weights"),
+    "report": Command(
+        ReportConfig,
+        write_report,
+        "one HTML page: curves, settings and answers of runs",
+        "RUN [RUN …]",
+        lambda runs, default: replace(default, runs=tuple(runs)),
+    ),
+}
+
+
+def usage(names: Iterable[str] = COMMANDS) -> str:
+    """How the commands ``names`` are called (section 16)."""
+    lines = ["usage: lmrl COMMAND [--config FILE.yaml] [--setting value …]"]
+    for name in names:
+        command = COMMANDS[name]
+        lines.append(f"  {f'lmrl {name} {command.subject}':<26}{command.meaning}")
+    return "\n".join(lines)
+
+
+# %% [markdown]
+# An option is looked up before anything reads it, so that a slip of the pen is one line with the nearest name. What stands
+# before the options is the run or the model that the command is about.
+
+
+# %% tags=["export:cli"]
 def parse(command: str, arguments: list[str]):
-    """The settings of ``command`` from its options, on top of those of ``--config FILE`` (section 16)."""
+    """The settings of ``command``: its options, on top of ``--config FILE`` or of the run that it is about (section 16).
+
+    Raises ValueError for an option that is no setting, with the nearest name, and for a wrong use of --config or --resume.
+    """
     tyro = optional_import("tyro", "train")
-    settings, options, files, rest = COMMANDS[command][0], iter(arguments), [], []
-    for option in options:
-        if option == "--config" or option.startswith("--config="):
-            files.append(option.partition("=")[2] or next(options, ""))
+    settings, files, options = COMMANDS[command].settings, [], []
+    subjects = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    rest = iter(arguments[len(subjects) :])
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "--resume"):
+            files.append((name, value if equals else next(rest, "")))
         else:
-            rest.append("--use-vllm" if option == "--vllm" else option)
-    if len(files) > 1 or files == [""]:
-        raise ValueError("--config takes one file of settings, for example --config configs/dapo.yaml")
-    default = read_settings(files[0], settings) if files else settings()
-    return tyro.cli(settings, args=rest, prog=f"lmrl {command}", default=default, description=USAGE)
+            options.append(option_name(name, settings) + equals + value if name.startswith("--") else argument)
+    if len(files) > 1 or not all(file for _, file in files):
+        raise ValueError(
+            "--config takes one file of settings, for example --config configs/dapo.yaml; in its place --resume takes the "
+            "folder of a run, which has its own"
+        )
+    default = settings()
+    for name, file in files:
+        default = read_settings(file, settings) if name == "--config" else settings_to_resume(file, settings)
+    if subjects and COMMANDS[command].about is None:
+        raise ValueError(f"lmrl {command} takes options alone, such as --model PATH, but got {subjects[0]!r}")
+    if subjects:
+        default = COMMANDS[command].about(subjects, default)
+    return tyro.cli(settings, args=options, prog=f"lmrl {command}", default=default, description=usage([command]))
+
+
+def settings_to_resume(folder: str, settings: type):
+    """The settings with which the run in ``folder`` goes on: its own, and ``resume`` (section 16)."""
+    require_checkpoints(Path(folder))
+    return replace(read_settings(Path(folder) / "config.json", settings), resume=folder)
+
+
+def option_name(option: str, settings: type) -> str:
+    """``--name`` or ``--no-name`` as the dataclass ``settings`` spells it; ValueError with the nearest (section 16)."""
+    name, switched_off = option.removeprefix("--"), option.startswith("--no-")
+    if name == "help":
+        return option
+    switches = [field.name for field in fields(settings) if field.type is bool]
+    if switched_off and setting_name(name.removeprefix("no-"), settings) in switches:
+        return f"--no-{setting_name(name.removeprefix('no-'), settings).replace('_', '-')}"
+    return f"--{setting_name(name, settings).replace('_', '-')}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -1503,10 +3695,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     transformers.utils.logging.disable_progress_bar()
     if not arguments or arguments[0] not in COMMANDS:
-        print(USAGE, file=sys.stderr)
+        print(usage(), file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
-        return COMMANDS[arguments[0]][1](parse(arguments[0], arguments[1:]))
+        return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -1519,5 +3711,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 # %% [markdown]
-# **What is still missing.** A run cannot be resumed, and nothing checks the set-up before an expensive one starts; later parts
-# of this section bring both. Section 17 leaves the single machine.
+# **What is still missing.** Nothing checks the set-up before an expensive run starts; a later part of this section brings that.
+# Section 17 leaves the single machine.

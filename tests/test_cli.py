@@ -1,11 +1,15 @@
+import ast
+import inspect
 import json
+import re
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lmrl.cli import build_trainer, main, parse, read_settings
+from lmrl.cli import COMMANDS, build_trainer, main, parse, read_settings
 from lmrl.config import TrainConfig
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
 
@@ -160,13 +164,73 @@ def test_what_may_happen_at_any_moment_is_one_line(error, code, words, tmp_path,
 @pytest.mark.parametrize("arguments", [[], ["trian"]])
 def test_without_a_command_it_says_how(arguments, capsys):
     assert main(arguments) == 2
-    assert "usage: lmrl train" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("usage: lmrl") and all(f"\n  lmrl {command} " in err for command in COMMANDS)
 
 
-def test_an_unknown_option_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [
+        ("--learning-rat=1", "learning_rate"),
+        ("--learningrate", "learning_rate"),
+        ("--num-generation", "num_generations"),
+        ("--run-nam", "run_name"),
+        ("--no-dynamic-samplin", "dynamic_sampling"),
+        ("--no-beta", "beta"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_name(option, near, tmp_path, capsys):
+    assert_refused(*run_cli(tmp_path, capsys, option)[::2], tmp_path, "no setting", f"did you mean {near}?")
+
+
+def test_what_is_no_option_is_refused(tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["train", "runs/a"]) == 2
+    assert "takes options alone, such as --model PATH, but got 'runs/a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max_steps", "3", "--beta=0.1"], TrainConfig(max_steps=3, beta=0.1)),
+        (["--kl-coef", "0.1", "--num_ppo_epochs", "4"], TrainConfig(beta=0.1, num_iterations=4)),
+        (["--cliprange=0.3", "--response-length", "9"], TrainConfig(epsilon=0.3, max_completion_length=9)),
+        (["--run-name", "r", "--model_name_or_path", "m"], TrainConfig(name="r", model="m")),
+        (["--vllm", "--no-dynamic-sampling"], TrainConfig(use_vllm=True)),
+    ],
+)
+def test_names_of_trl_are_taken_in_either_spelling(arguments, expected):
+    assert parse("train", arguments) == expected
+
+
+def test_names_of_trl_in_a_file(tmp_path):
+    text = "kl_coef: 0.1\nnum_ppo_epochs: 4\nmodel_name_or_path: m\n"
+    expected = TrainConfig(beta=0.1, num_iterations=4, model="m")
+    assert read_settings(settings_file(tmp_path, text), TrainConfig) == expected
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_gives_every_setting_its_meaning_and_section(command, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--learning-rat", "1"])
-    assert stop.value.code == 2 and "learning-rat" in capsys.readouterr().err
+        main([command, "--help"])
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert stop.value.code == 0 and COMMANDS[command].meaning in text
+    for name, meaning in settings_help(COMMANDS[command].settings).items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert re.search(r"\(.*sections? [0-9 and]+\)\.?$|section \d+", meaning), name
+        assert meaning[:40] in text, name
+
+
+def settings_help(settings):
+    """Field → the text below it, of a dataclass and those that it extends."""
+    found = {}
+    for kind in reversed(settings.__mro__[:-1]):
+        body = ast.parse(inspect.getsource(kind)).body[0].body
+        for node, text in zip(body, body[1:], strict=False):
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[node.target.id] = " ".join(text.value.value.split())
+    assert found.keys() == {field.name for field in fields(settings)}
+    return found
 
 
 # --- settings from a file -----------------------------------------------------------------------------------------------

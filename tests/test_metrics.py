@@ -1,11 +1,30 @@
 import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from test_trainer import SMALL, count_sevens, make_trainer
 
 from lmrl.batch import rollouts_from_samples
-from lmrl.metrics import MetricsLog, json_line, optional_import, peak_memory, rollout_metrics, summarise
+from lmrl.config import TrainConfig, check_config
+from lmrl.figures.trainer import learning_curve
+from lmrl.metrics import (
+    METRICS,
+    MetricsLog,
+    json_line,
+    mean_metrics,
+    metrics_table,
+    optional_import,
+    peak_memory,
+    rollout_metrics,
+    summarise,
+    tracker_modules,
+)
 from lmrl.policy import Samples, length_mask, pad_left
+from lmrl.rewards import RewardError, WeightedRewards
+from lmrl.trainer import run
 
 
 def test_token_means_are_over_the_step_not_over_micro_batches():
@@ -104,3 +123,119 @@ def test_peak_memory_is_in_gibibytes():
 
     assert 0.05 < peak_memory("cpu") < 64
     assert peak_memory("cpu") == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, rel=0.1)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def names_logged(metrics):
+    return {"reward/NAME" if name.startswith("reward/") else name for name in metrics}
+
+
+def test_every_metric_that_is_logged_is_in_the_table_and_every_one_there_is_logged(tmp_path):
+    """By the default run, by PPO with its critic, and with a KL penalty and two reward functions."""
+    result = run(make_trainer(replace(SMALL, max_steps=2, save_steps=1, output_dir=str(tmp_path))), learning_curve)
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    logged = set().union(*(names_logged(json.loads(line)) for line in lines))
+    logged |= names_logged(make_trainer(replace(SMALL, advantage_estimator="gae", scale_rewards="none")).step())
+    trainer = make_trainer(replace(SMALL, beta=0.1), reward=WeightedRewards([count_sevens, count_sevens]))
+    logged |= names_logged(trainer.step())
+    assert logged == METRICS.keys()
+
+
+def test_the_table_is_markdown_with_one_line_per_metric():
+    lines = metrics_table().splitlines()
+    assert len(lines) == 2 + len(METRICS) and all(line.count("|") == 5 for line in lines)
+    assert all(metric.meaning and 1 <= metric.section <= 16 for metric in METRICS.values())
+
+
+# --- what a reward function counts ------------------------------------------------------------------------------------
+
+
+def counting(counts):
+    """A reward function that says at each call the next of ``counts``."""
+    left = iter(counts)
+
+    def reward(prompts, completions, **columns):
+        reward.metrics = {"timeouts": next(left), "reward": -1}
+        return [float(i % 2) for i in range(len(completions))]
+
+    return reward
+
+
+def test_what_a_reward_function_counts_is_logged_with_its_step():
+    trainer = make_trainer(reward=counting([3, 5]))
+    steps = [trainer.step() for _ in range(2)]
+    assert [step["timeouts"] for step in steps] == [3.0, 5.0]
+    assert [step["reward"] for step in steps] == [0.5, 0.5]  # a name of ours stays ours
+
+
+def test_over_the_draws_of_a_step_it_is_the_mean():
+    assert mean_metrics([{"a": 1.0}, {"a": 3.0, "b": 5.0}]) == {"a": 2.0, "b": 5.0} and mean_metrics([]) == {}
+    tied = {"calls": 0}
+
+    def reward(prompts, completions, **columns):
+        tied["calls"] += 1
+        reward.metrics = {"timeouts": tied["calls"]}
+        return [float(i % 2 and tied["calls"] > 1) for i in range(len(completions))]
+
+    assert make_trainer(replace(SMALL, dynamic_sampling=True), reward=reward).step()["timeouts"] == 1.5
+
+
+def test_the_endings_of_monte_carlo_values_do_not_count():
+    config = replace(SMALL, advantage_estimator="monte_carlo", scale_rewards="none")
+    assert make_trainer(config, reward=counting([3, 5])).step()["timeouts"] == 3.0
+
+
+@pytest.mark.parametrize("value", ["many", None, float("nan"), float("inf")])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(RewardError, match="reward: its metric 'timeouts' is .*not a number"):
+        make_trainer(reward=counting([value])).step()
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def stand_in(monkeypatch, name):
+    """A module in place of the package ``name``, and the list of its calls."""
+    calls = []
+    module = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options)),
+        log=lambda metrics, step: calls.append(("log", step, metrics)),
+        finish=lambda: calls.append(("finish",)),
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_metrics_go_to_every_tracker_that_is_named(name, tmp_path, monkeypatch):
+    calls = stand_in(monkeypatch, name)
+    log = MetricsLog(tmp_path / ".", report_to=f"tensorboard, {name}", settings={"beta": 0.1})
+    log.write({"step": 3, "reward": 0.5})
+    log.close()
+    init = {"project": "lmrl", "name": tmp_path.name, "config": {"beta": 0.1}}
+    assert calls == [("init", init), ("log", 3, {"reward": 0.5}), ("finish",)]
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_run_tells_its_tracker_its_settings(tmp_path, monkeypatch):
+    calls = stand_in(monkeypatch, "wandb")
+    run(make_trainer(replace(SMALL, max_steps=1, report_to="wandb", output_dir=str(tmp_path))), learning_curve)
+    assert calls[0][1]["config"]["max_steps"] == 1 and calls[1][1] == 1 and calls[-1] == ("finish",)
+    assert not list(tmp_path.glob("*/events.*"))
+
+
+def test_none_is_the_file_alone(tmp_path):
+    log = MetricsLog(tmp_path, report_to="none")
+    log.write({"step": 1, "reward": 0.5})
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_tracker_that_is_unknown_or_not_installed(monkeypatch):
+    with pytest.raises(ValueError, match="report_to is 'wandbs'; choose from tensorboard, wandb, trackio, or none"):
+        check_config(TrainConfig(report_to="wandbs"))
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ImportError, match=r"trackio is not installed; pip install trackio"):
+        tracker_modules("tensorboard,trackio")

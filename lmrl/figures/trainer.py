@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
 
-__all__ = ["learning_curve", "recipe_curves", "running_mean"]
+__all__ = ["learning_curve", "metric_curve", "run_style", "recipe_curves", "running_mean"]
 
 
 def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] | None = None) -> Figure:
@@ -37,6 +37,31 @@ def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] |
     for axis in axes[1]:
         axis.set_xlabel("step")
     return figure
+
+
+def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool = False) -> Figure:
+    """One metric of several runs, ``(steps, values)`` each: all values faint, their running mean on top, or ``points``.
+
+    The i-th run has `run_style`'s colour and dashes, whatever it is called.
+    """
+    figure, axis = new_figure(height=2.3)
+    figure.set_size_inches(3.9, 2.3)
+    for i, (steps, values) in enumerate(runs.values()):
+        color, dashes = run_style(i)
+        if points:
+            axis.plot(steps, values, "o", color=color, markersize=5, linestyle=(0, dashes), linewidth=1.2)
+            continue
+        axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.7)
+        axis.plot(steps, running_mean(values), color=color, linewidth=1.8, linestyle=(0, dashes))
+    axis.set_xlabel("step")
+    return figure
+
+
+def run_style(i: int) -> tuple[str, tuple[int, ...]]:
+    """Colour and dashes of the i-th of several runs, which differ in grey too (section 16)."""
+    colors = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+    dashes = [(), (6, 2), (2, 2), (8, 2, 2, 2), (1, 1)]
+    return colors[i % len(colors)], dashes[i % len(dashes)]
 
 
 def recipe_curves(rewards: dict[str, list[list[float]]], columns: int = 4) -> Figure:

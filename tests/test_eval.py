@@ -1,0 +1,151 @@
+"""`lmrl eval`: pass@k of a run or a model, with the run's own settings, and its answers to read."""
+
+import json
+import math
+from math import comb
+
+import pytest
+
+from lmrl.cli import EvalConfig, main, parse
+from lmrl.config import TrainConfig
+from lmrl.policy import warm_start_folder
+from lmrl.trainer import Evaluation, evaluation_table, readable_samples
+
+RUN = ["--max-steps", "2", "--per-device-train-batch-size", "32", "--num-eval-problems", "16"]
+RUN += ["--num-eval-generations", "3", "--temperature", "0.7", "--max-completion-length", "3", "--seed", "0"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a short run whose sampling is not the default one."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert main(["train", "--output-dir", str(folder), "--name", "r", *RUN]) == 0
+    return folder / "r"
+
+
+def eval_cli(capsys, *arguments):
+    capsys.readouterr()
+    code = main(["eval", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def rows(file, when=None):
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [row for row in records if row.pop("when", None) == when]
+
+
+def small_evaluation():
+    """Three problems of four answers: none right, two right, all right."""
+    answers = [["a"] * 4, ["b", "r", "b", "r"], ["r"] * 4]
+    samples = [
+        {"prompt": f"p{i}", "completion": text, "reward": float(text == "r"), "truncated": text == "a"}
+        for i, texts in enumerate(answers)
+        for text in texts
+    ]
+    right = [sum(row["reward"] == 1 for row in samples[4 * i : 4 * i + 4]) for i in range(3)]
+    return Evaluation(0.5, 0.0, 0.5, 2 / 3, 1 / 3, 0.0, right, samples)
+
+
+def test_pass_at_k_is_the_share_of_choices_with_a_right_answer():
+    passed = small_evaluation().pass_at()
+    assert list(passed) == [1, 2, 4]
+    for k, interval in passed.items():
+        exact = sum(1 - comb(4 - c, k) / comb(4, k) for c in (0, 2, 4)) / 3
+        assert interval.mean == pytest.approx(exact) and interval.low < exact < interval.high
+    assert passed[1].mean == pytest.approx(1 / 2) and passed[2].mean == pytest.approx((5 / 6 + 1) / 3)
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])
+def test_k_goes_in_powers_of_two_up_to_the_number_of_answers(n, ks):
+    samples = [{"prompt": "p", "completion": "", "reward": 0.0, "truncated": False}] * n
+    assert list(Evaluation(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [0], samples).pass_at()) == ks
+
+
+def test_equal_answers_are_counted_together():
+    result = small_evaluation()
+    result.samples[5]["reward"] = math.nan
+    result.samples[4]["prompt"] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    expected = ["=== problem 2: 2 of 4 right", "[system] s", "[user] u", "--- 2 ×, reward 0", "b"]
+    expected += ["--- 1 ×, not gradable", "r", "--- 1 ×, reward 1", "r"]
+    sections = readable_samples(result).split("\n\n")
+    assert sections[1].splitlines() == expected
+    assert sections[0] == "=== problem 1: 0 of 4 right\np0\n--- 4 ×, reward 0, cut off\na"
+
+
+def test_with_its_own_number_of_answers_it_repeats_the_runs_last_measurement(finished, capsys):
+    code, out, _ = eval_cli(capsys, finished, "--num-eval-generations", "3")
+    assert code == 0
+    folder = finished / "eval-1"
+    after = rows(finished / "samples.jsonl", "after")
+    assert rows(folder / "samples.jsonl") == after and len(after) == 48
+    record = json.loads((folder / "eval.json").read_text())
+    share = sum(row["reward"] == 1 for row in after) / 48
+    assert record["results"]["pass@1"][0] == pytest.approx(share) and f"pass@1              {share:.3f} [" in out
+    assert record["settings"]["temperature"] == 0.7 and "temperature 0.7" in out
+    assert f"{folder}/" in out and "=== problem 16: " in (folder / "samples.txt").read_text()
+
+
+def test_the_checkpoint_in_a_run_has_the_runs_settings_too_and_answers_are_added_not_replaced(finished, capsys):
+    code, out, _ = eval_cli(capsys, finished / "checkpoint", "--output-dir", finished / "more")
+    assert code == 0 and "16 answers each" in out and "pass@16" in out
+    more, after = rows(finished / "more/eval-1/samples.jsonl"), rows(finished / "samples.jsonl", "after")
+    assert [row for i, row in enumerate(more) if i % 16 < 3] == after
+    eval_cli(capsys, finished, "--output-dir", finished / "more", "--eval-seed", "1")
+    assert rows(finished / "more/eval-2/samples.jsonl") != more
+
+
+def test_the_best_checkpoint_and_any_other_have_a_name(finished):
+    step = str(finished / "checkpoints" / "step-000002")
+    assert parse("eval", [step]).model == step and parse("eval", [step]).temperature == 0.7
+    assert parse("eval", [str(finished / "checkpoints" / "best")]).model == step
+
+
+def test_a_model_that_is_no_runs_has_the_default_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = str(warm_start_folder(0))
+    assert parse("eval", [folder]) == EvalConfig(model=folder)
+    assert parse("eval", [folder, "--task", "countdown"]) == EvalConfig(model=folder, task="countdown")
+    (tmp_path / "mine.yaml").write_text("temperature: 0.5\n")
+    assert parse("eval", [folder, "--config", "mine.yaml"]) == EvalConfig(model=folder, temperature=0.5)
+
+
+def test_a_runs_settings_are_all_taken_but_the_number_of_answers(finished):
+    config = parse("eval", [str(finished), "--num-eval-problems", "5"])
+    assert isinstance(config, TrainConfig) and config.num_eval_generations == 16 and config.num_eval_problems == 5
+    assert (config.temperature, config.max_completion_length, config.per_device_train_batch_size) == (0.7, 3, 32)
+    assert config.model == str(finished / "checkpoint") and config.output_dir == str(finished)
+
+
+def test_an_own_reward_function(tmp_path, finished, capsys):
+    (tmp_path / "mine.py").write_text("def half(prompts, completions, **columns):\n    return [0.5] * len(prompts)\n")
+    options = ["--reward", f"{tmp_path / 'mine.py'}:half", "--num-eval-problems", "4", "--output-dir", tmp_path]
+    code, out, _ = eval_cli(capsys, finished, *options)
+    assert code == 0 and "mean reward         0.500" in out and "pass@1              0.000 [0.000, " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "no model at nowhere"),
+        (["a", "b"], "one model at a time"),
+        (["tiny", "--num-eval-problems", "0"], "num_eval_problems is 0"),
+        (["tiny", "--temperatur", "1"], "did you mean temperature?"),
+        (["tiny", "--task", "countdown"], "model 'tiny' reads only digits"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = eval_cli(capsys, *arguments)
+    assert code == 2 and err.startswith("lmrl: ") and words in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_checkpoint(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").touch()
+    assert "checkpoint yet (see save_steps)" in eval_cli(capsys, tmp_path)[2]
+    assert "checkpoints/best yet (see save_steps)" in eval_cli(capsys, tmp_path / "checkpoints" / "best")[2]
+
+
+def test_the_table_has_every_number():
+    table = evaluation_table(small_evaluation())
+    assert "pass@4" in table and "cut off at the cap  0.333" in table and "not gradable        0.000" in table
