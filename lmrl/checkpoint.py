@@ -77,7 +77,8 @@ def learner_tensors(learner) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_learner(learner, tensors: dict[str, Tensor]) -> None:
     """Give a `Learner` what `learner_tensors` saved (section 16)."""
-    learner.scale, learner.good_steps, learner.skipped_in_a_row = tensors["counts"].tolist()
+    learner.scale, *counts = tensors["counts"].tolist()
+    learner.good_steps, learner.skipped_in_a_row = map(int, counts)
     for number, master in enumerate(learner.masters):
         if f"{number}.master" in tensors:
             master.copy_(tensors[f"{number}.master"])

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -232,7 +232,7 @@ class PlanConfig(TrainConfig):
     """The settings of a plan (section 12): those of `lmrl train`, of which it reads what changes memory, and these."""
 
     max_prompt_length: int | None = None
-    """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others."""
+    """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others (section 12)."""
     critic: bool = False
     """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along (section 12)."""
     reward_model: str | None = None
@@ -240,7 +240,7 @@ class PlanConfig(TrainConfig):
     optim: str = "adamw"
     """"adamw" or "sgd" (section 12)."""
     fused_logits: bool = True
-    """Section 11's log-probs; without, the logits of a batch are held in full."""
+    """Log-probs without the logits of a whole batch, as the trainer has them (section 11)."""
     world_size: int = 1
     """GPUs that share the step: its completions, and by FSDP the models (section 12)."""
 
@@ -387,12 +387,12 @@ COMMANDS = {
 }
 
 
-def usage(names: Iterable[str] = COMMANDS) -> str:
-    """How the commands ``names`` are called (section 16)."""
-    lines = ["usage: lmrl COMMAND [--config FILE.yaml] [--setting value …]"]
-    for name in names:
-        command = COMMANDS[name]
-        lines.append(f"  {f'lmrl {name} {command.subject}':<26}{command.meaning}")
+def usage() -> str:
+    """How each command is called (section 16)."""
+    lines = [
+        "usage: lmrl COMMAND [--config FILE.yaml] [--setting value …]     (lmrl COMMAND --help has all its settings)"
+    ]
+    lines += [f"  {f'lmrl {name} {command.subject}':<26}{command.meaning}" for name, command in COMMANDS.items()]
     return "\n".join(lines)
 
 
@@ -423,7 +423,9 @@ def parse(command: str, arguments: list[str]):
         raise ValueError(f"lmrl {command} takes options alone, such as --model PATH, but got {subjects[0]!r}")
     if subjects:
         default = COMMANDS[command].about(subjects, default)
-    return tyro.cli(settings, args=options, prog=f"lmrl {command}", default=default, description=usage([command]))
+    prog = f"lmrl {command} {COMMANDS[command].subject}".strip()
+    meaning = f"lmrl {command}: {COMMANDS[command].meaning}. --config FILE.yaml gives settings that options override."
+    return tyro.cli(settings, args=options, prog=prog, default=default, description=meaning)
 
 
 def settings_to_resume(folder: str, settings: type):

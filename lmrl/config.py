@@ -55,9 +55,10 @@ class TrainConfig:
     top_k: int = 0
     """Sample from the k likeliest tokens alone; 0 is all. Needs vllm_importance_sampling_correction (section 11)."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens of total probability p alone; 1 is all. Needs the correction too."""
+    """Sample from the likeliest tokens of total probability p alone; 1 is all. Needs the correction too (section 11)."""
     min_p: float = 0.0
-    """Sample from tokens of at least min_p times the greatest probability alone; 0 is all. Needs the correction too."""
+    """Sample from tokens of at least min_p times the greatest probability alone; 0 is all. Needs the correction too
+    (section 11)."""
     use_vllm: bool = False
     """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
     vllm_mode: str = "colocate"
@@ -72,7 +73,7 @@ class TrainConfig:
     """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap
     (section 14)."""
     vllm_importance_sampling_clip_max: float = 3.0
-    """Cap on the ratio of the correction."""
+    """Cap on the ratio of the correction (section 14)."""
     vllm_enable_sleep_mode: bool = False
     """Leave the engine's share of a GPU to the trainer while it learns (section 14)."""
 

@@ -127,6 +127,7 @@ METRICS = {
     "reward": Metric("mean reward of the step's completions, before any penalty", "rises", 15),
     "reward_std": Metric("standard deviation of these rewards", "above 0", 13),
     "reward/NAME": Metric("mean of one of several weighted reward functions", "rises", 15),
+    "eval_pass_at_1": Metric("held-out pass@1, where a checkpoint is written", "rises with the reward", 16),
     "frac_reward_zero_std": Metric("share of groups whose rewards are all equal: no signal", "below 0.8", 13),
     "entropy": Metric(
         "entropy per sampled token, in nats, estimated from all of them", "falls slowly, stays above 0", 9

@@ -46,7 +46,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
@@ -172,9 +172,10 @@ class TrainConfig:
     top_k: int = 0
     """Sample from the k likeliest tokens alone; 0 is all. Needs vllm_importance_sampling_correction (section 11)."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens of total probability p alone; 1 is all. Needs the correction too."""
+    """Sample from the likeliest tokens of total probability p alone; 1 is all. Needs the correction too (section 11)."""
     min_p: float = 0.0
-    """Sample from tokens of at least min_p times the greatest probability alone; 0 is all. Needs the correction too."""
+    """Sample from tokens of at least min_p times the greatest probability alone; 0 is all. Needs the correction too
+    (section 11)."""
     use_vllm: bool = False
     """Generate with a vLLM engine instead of the model itself; --vllm for short (section 14)."""
     vllm_mode: str = "colocate"
@@ -189,7 +190,7 @@ class TrainConfig:
     """"token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": ratio of what, and what is done above the cap
     (section 14)."""
     vllm_importance_sampling_clip_max: float = 3.0
-    """Cap on the ratio of the correction."""
+    """Cap on the ratio of the correction (section 14)."""
     vllm_enable_sleep_mode: bool = False
     """Leave the engine's share of a GPU to the trainer while it learns (section 14)."""
 
@@ -1296,6 +1297,7 @@ METRICS = {
     "reward": Metric("mean reward of the step's completions, before any penalty", "rises", 15),
     "reward_std": Metric("standard deviation of these rewards", "above 0", 13),
     "reward/NAME": Metric("mean of one of several weighted reward functions", "rises", 15),
+    "eval_pass_at_1": Metric("held-out pass@1, where a checkpoint is written", "rises with the reward", 16),
     "frac_reward_zero_std": Metric("share of groups whose rewards are all equal: no signal", "below 0.8", 13),
     "entropy": Metric(
         "entropy per sampled token, in nats, estimated from all of them", "falls slowly, stays above 0", 9
@@ -1711,7 +1713,8 @@ def learner_tensors(learner) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_learner(learner, tensors: dict[str, Tensor]) -> None:
     """Give a `Learner` what `learner_tensors` saved (section 16)."""
-    learner.scale, learner.good_steps, learner.skipped_in_a_row = tensors["counts"].tolist()
+    learner.scale, *counts = tensors["counts"].tolist()
+    learner.good_steps, learner.skipped_in_a_row = map(int, counts)
     for number, master in enumerate(learner.masters):
         if f"{number}.master" in tensors:
             master.copy_(tensors[f"{number}.master"])
@@ -3239,7 +3242,7 @@ class PlanConfig(TrainConfig):
     """The settings of a plan (section 12): those of `lmrl train`, of which it reads what changes memory, and these."""
 
     max_prompt_length: int | None = None
-    """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others."""
+    """Tokens of the longest prompt; by default 8 for the tiny policy, and 512 or as many as fit for others (section 12)."""
     critic: bool = False
     """A critic with a trunk of its own, as PPO has; advantage_estimator "gae" brings it along (section 12)."""
     reward_model: str | None = None
@@ -3247,7 +3250,7 @@ class PlanConfig(TrainConfig):
     optim: str = "adamw"
     """"adamw" or "sgd" (section 12)."""
     fused_logits: bool = True
-    """Section 11's log-probs; without, the logits of a batch are held in full."""
+    """Log-probs without the logits of a whole batch, as the trainer has them (section 11)."""
     world_size: int = 1
     """GPUs that share the step: its completions, and by FSDP the models (section 12)."""
 
@@ -3628,12 +3631,12 @@ COMMANDS = {
 }
 
 
-def usage(names: Iterable[str] = COMMANDS) -> str:
-    """How the commands ``names`` are called (section 16)."""
-    lines = ["usage: lmrl COMMAND [--config FILE.yaml] [--setting value …]"]
-    for name in names:
-        command = COMMANDS[name]
-        lines.append(f"  {f'lmrl {name} {command.subject}':<26}{command.meaning}")
+def usage() -> str:
+    """How each command is called (section 16)."""
+    lines = [
+        "usage: lmrl COMMAND [--config FILE.yaml] [--setting value …]     (lmrl COMMAND --help has all its settings)"
+    ]
+    lines += [f"  {f'lmrl {name} {command.subject}':<26}{command.meaning}" for name, command in COMMANDS.items()]
     return "\n".join(lines)
 
 
@@ -3670,7 +3673,9 @@ def parse(command: str, arguments: list[str]):
         raise ValueError(f"lmrl {command} takes options alone, such as --model PATH, but got {subjects[0]!r}")
     if subjects:
         default = COMMANDS[command].about(subjects, default)
-    return tyro.cli(settings, args=options, prog=f"lmrl {command}", default=default, description=usage([command]))
+    prog = f"lmrl {command} {COMMANDS[command].subject}".strip()
+    meaning = f"lmrl {command}: {COMMANDS[command].meaning}. --config FILE.yaml gives settings that options override."
+    return tyro.cli(settings, args=options, prog=prog, default=default, description=meaning)
 
 
 def settings_to_resume(folder: str, settings: type):

@@ -13,7 +13,7 @@ from lmrl.cli import COMMANDS, build_trainer, main, parse, read_settings
 from lmrl.config import TrainConfig
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
 
-QUICK = ["--max-steps", "2", "--per-device-train-batch-size", "32", "--num-eval-problems", "16"]
+QUICK = ["--max-steps", "2", "--per-device-train-batch-size", "32", "--num-eval-problems", "16", "--no-preflight"]
 
 
 def run_cli(tmp_path, capsys, *options):
