@@ -326,14 +326,14 @@ def contradictions(choices) -> list[tuple[bool, str]]:
             'least 2, or advantage_estimator "batch", "none" or "gae"',
         ),
         (
-            c.scale_rewards == "group" and c.advantage_estimator != "group",
-            f'scale_rewards "group" belongs to advantage_estimator "group", not to "{c.advantage_estimator}"; set it to '
-            '"batch" or "none"',
-        ),
-        (
             c.scale_rewards != "none" and c.advantage_estimator == "none",
             f'scale_rewards is "{c.scale_rewards}" but advantage_estimator "none" leaves the reward as it is; set '
             'scale_rewards to "none", or advantage_estimator to "batch"',
+        ),
+        (
+            c.scale_rewards == "group" and c.advantage_estimator != "group",
+            f'scale_rewards "group" belongs to advantage_estimator "group", not to "{c.advantage_estimator}"; set it to '
+            '"batch" or "none"',
         ),
         (
             c.dynamic_sampling and not compared,
@@ -375,8 +375,22 @@ def contradictions(choices) -> list[tuple[bool, str]]:
             'kl_estimator "k1" in the loss has an expected gradient of zero; take "k2" or "k3" there, or kl_in "reward"',
         ),
         (
+            penalty and c.kl_in == "reward" and c.scale_rewards == "group",
+            'kl_in "reward" with scale_rewards "group" blows the KL up to the size of a reward wherever the rewards of a '
+            'group are equal, whatever beta is; set scale_rewards to "batch" or "none", or kl_in to "loss"',
+        ),
+        (
             penalty and c.kl_in == "reward" and c.advantage_estimator == "monte_carlo",
             'kl_in "reward" does not reach the fresh endings of advantage_estimator "monte_carlo"; set kl_in to "loss"',
+        ),
+        (
+            c.overlong_buffer > 0 and c.advantage_estimator == "monte_carlo",
+            'overlong_buffer does not reach the fresh endings of advantage_estimator "monte_carlo"; set it to 0',
+        ),
+        (
+            cut and c.advantage_estimator == "monte_carlo",
+            f"top_k {c.top_k}, top_p {c.top_p}, min_p {c.min_p}: the fresh endings of advantage_estimator "
+            '"monte_carlo" would be of the sampler without its tail, which no correction reaches; set them to 0, 1 and 0',
         ),
         (
             cut and not c.vllm_importance_sampling_correction,
@@ -486,9 +500,13 @@ def step_advantages(prompts: Prompts, rows: Tensor, choices, critic_error: Tenso
 def recipe_moments(prompts: Prompts, choices, size: int, critic_error: Tensor | None = None) -> Moments:
     """Exact moments of one update at θ_old = θ_ref, `size` completions per prompt, against ∇J. Section 14.
 
-    `choices` as in `Recipe.choices`. Completions have no punishment for length. Not for `scale_rewards` "batch" with another
-    estimator than "batch".
+    `choices` as in `Recipe.choices`. Completions have no punishment for length. ValueError for `scale_rewards` "batch" with
+    another estimator than "batch".
     """
+    if choices.scale_rewards == "batch" and choices.advantage_estimator != "batch":
+        raise ValueError(
+            f'scale_rewards "batch" has no exact row with "{choices.advantage_estimator}", only with "batch"'
+        )
     rows, probabilities = possible_steps(prompts, size, choices.dynamic_sampling)
     flat, (leaves, width) = rows.flatten(), prompts.mask.shape
     mask = (prompts.mask & ~(prompts.truncated & choices.mask_truncated_completions)[:, None])[flat]
@@ -521,7 +539,7 @@ def recipe_moments(prompts: Prompts, choices, size: int, critic_error: Tensor | 
 def prompt_weight(pass_rates: Tensor, size: int, scale_rewards: str, dynamic_sampling: bool = False) -> Tensor:
     """How many times its own ∇J the mean update of a prompt is, for rewards 0 and 1: pass rates [N] -> [N], float64.
 
-    Group advantages with groups of `size`; under dynamic sampling, among the groups that are not tied. Section 14.
+    Pass rates lie between 0 and 1, where ∇J is not 0. Group advantages with groups of `size`; under dynamic sampling, among the groups that are not tied. Section 14.
     """
     successes = torch.arange(size + 1)
     rewards = (torch.arange(size) < successes[:, None]).double()  # [size + 1, size]

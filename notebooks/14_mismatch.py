@@ -186,8 +186,8 @@ def row_advantages(
 
 
 # %% [markdown]
-# Two prompts, one easy and one hard. Whatever is divided by the group's own standard deviation comes out in the same size;
-# divided by the batch's, the hard prompt's single success keeps its weight.
+# Two prompts, one easy and one hard. Divided by its own standard deviation, every group has the same size, and a success
+# counts three times as much where it is rare. Against mean and deviation of the batch it counts the same in both.
 
 # %%
 two_prompts = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
@@ -486,14 +486,14 @@ def contradictions(choices) -> list[tuple[bool, str]]:
             'least 2, or advantage_estimator "batch", "none" or "gae"',
         ),
         (
-            c.scale_rewards == "group" and c.advantage_estimator != "group",
-            f'scale_rewards "group" belongs to advantage_estimator "group", not to "{c.advantage_estimator}"; set it to '
-            '"batch" or "none"',
-        ),
-        (
             c.scale_rewards != "none" and c.advantage_estimator == "none",
             f'scale_rewards is "{c.scale_rewards}" but advantage_estimator "none" leaves the reward as it is; set '
             'scale_rewards to "none", or advantage_estimator to "batch"',
+        ),
+        (
+            c.scale_rewards == "group" and c.advantage_estimator != "group",
+            f'scale_rewards "group" belongs to advantage_estimator "group", not to "{c.advantage_estimator}"; set it to '
+            '"batch" or "none"',
         ),
         (
             c.dynamic_sampling and not compared,
@@ -535,8 +535,22 @@ def contradictions(choices) -> list[tuple[bool, str]]:
             'kl_estimator "k1" in the loss has an expected gradient of zero; take "k2" or "k3" there, or kl_in "reward"',
         ),
         (
+            penalty and c.kl_in == "reward" and c.scale_rewards == "group",
+            'kl_in "reward" with scale_rewards "group" blows the KL up to the size of a reward wherever the rewards of a '
+            'group are equal, whatever beta is; set scale_rewards to "batch" or "none", or kl_in to "loss"',
+        ),
+        (
             penalty and c.kl_in == "reward" and c.advantage_estimator == "monte_carlo",
             'kl_in "reward" does not reach the fresh endings of advantage_estimator "monte_carlo"; set kl_in to "loss"',
+        ),
+        (
+            c.overlong_buffer > 0 and c.advantage_estimator == "monte_carlo",
+            'overlong_buffer does not reach the fresh endings of advantage_estimator "monte_carlo"; set it to 0',
+        ),
+        (
+            cut and c.advantage_estimator == "monte_carlo",
+            f"top_k {c.top_k}, top_p {c.top_p}, min_p {c.min_p}: the fresh endings of advantage_estimator "
+            '"monte_carlo" would be of the sampler without its tail, which no correction reaches; set them to 0, 1 and 0',
         ),
         (
             cut and not c.vllm_importance_sampling_correction,
@@ -695,17 +709,21 @@ def step_advantages(prompts: Prompts, rows: Tensor, choices, critic_error: Tenso
 # reference is left out, because at the start of a run the policy *is* the reference.
 #
 # Monte Carlo values bring noise of their own. The value of state $s_t$ has variance $\mathrm{Var}[R \mid s_t] / K$; it enters
-# the advantage of the token before with $+$ and that of the token after with $-$, and so moves the update by
-# $w_{t-1} \sigma_{t-1} - w_t \sigma_t$, with $\sigma_t$ the score of token $t$.
+# the advantage of the token before with $+$ and that of the token after with $-$. So an error of 1 in it moves the update by
+# $w_{t-1} \nabla\log\pi_\theta(a_{t-1} \mid s_{t-1}) - w_t \nabla\log\pi_\theta(a_t \mid s_t)$.
 
 
 # %% tags=["export"]
 def recipe_moments(prompts: Prompts, choices, size: int, critic_error: Tensor | None = None) -> Moments:
     """Exact moments of one update at θ_old = θ_ref, `size` completions per prompt, against ∇J. Section 14.
 
-    `choices` as in `Recipe.choices`. Completions have no punishment for length. Not for `scale_rewards` "batch" with another
-    estimator than "batch".
+    `choices` as in `Recipe.choices`. Completions have no punishment for length. ValueError for `scale_rewards` "batch" with
+    another estimator than "batch".
     """
+    if choices.scale_rewards == "batch" and choices.advantage_estimator != "batch":
+        raise ValueError(
+            f'scale_rewards "batch" has no exact row with "{choices.advantage_estimator}", only with "batch"'
+        )
     rows, probabilities = possible_steps(prompts, size, choices.dynamic_sampling)
     flat, (leaves, width) = rows.flatten(), prompts.mask.shape
     mask = (prompts.mask & ~(prompts.truncated & choices.mask_truncated_completions)[:, None])[flat]
@@ -803,13 +821,14 @@ assert rows["dapo"].angle > rows["grpo"].angle > rows["bnpo"].angle > 0.1
 # - Without a divisor and with a constant weight per token (`reinforce`, `rloo`, `dr_grpo`) the mean points along $\nabla J$.
 #   Its length is that of section 6, $1$ for the mean of the others and $1 - 1/G$ for the mean of all, times the constant
 #   $1/L = \tfrac12$ of the weights. The common factor is nothing to an optimiser that rescales its steps: `rloo` and
-#   `dr_grpo` have the same noise.
-# - A token mean or a mean over the completion (`ppo`, `vineppo`, `bnpo`, `grpo`) turns the mean by a little, because
-#   lengths are random and the weights depend on them. With a perfect critic the noise is less than a third; Monte Carlo
-#   values come close. The critic here is given. Part 3 asks what it costs.
+#   `dr_grpo` have the same noise. `reinforce` has less: where success is rare, a baseline from three other completions
+#   brings in more noise than it takes out.
+# - Weights that depend on the lengths, which are random, turn the mean by a little (`ppo`, `vineppo`, `reinforce_pp`, `bnpo`
+#   and most of all `grpo`). With a perfect critic the noise is a third or less; Monte Carlo values come close. The critic
+#   here is given. Part 3 asks what it costs.
 # - Dividing by the group's standard deviation weighs the prompts, and leaving out tied groups (`dapo`) weighs them again.
-#   No draw is wasted, and the noise is the lowest of all. But the mean is the gradient of something else than the mean
-#   pass rate.
+#   All that is learned from says something, and the noise is the lowest of all here. But the tied groups had to be drawn as
+#   well, which the table does not count, and the mean is the gradient of something else than the mean pass rate.
 #
 # At $\theta_{\text{old}}$ all ratios are 1, so the second and third slot do not show: `gspo` is `grpo` and `cispo` is `bnpo`,
 # to the last digit. Part 8 looks at the difference after a step.
@@ -828,7 +847,7 @@ assert rows["dapo"].angle > rows["grpo"].angle > rows["bnpo"].angle > 0.1
 def prompt_weight(pass_rates: Tensor, size: int, scale_rewards: str, dynamic_sampling: bool = False) -> Tensor:
     """How many times its own ∇J the mean update of a prompt is, for rewards 0 and 1: pass rates [N] -> [N], float64.
 
-    Group advantages with groups of `size`; under dynamic sampling, among the groups that are not tied. Section 14.
+    Pass rates lie between 0 and 1, where ∇J is not 0. Group advantages with groups of `size`; under dynamic sampling, among the groups that are not tied. Section 14.
     """
     successes = torch.arange(size + 1)
     rewards = (torch.arange(size) < successes[:, None]).double()  # [size + 1, size]
@@ -930,8 +949,10 @@ show(
 
 # %% [markdown]
 # Move the pass rate of the first prompt. Near one half the two prompts weigh the same, and `dapo` comes back towards $\nabla J$;
-# at 0.02 it hardly sees the second prompt. A larger group lowers all points and moves none of them to the left for good:
-# noise averages out, bias does not.
+# at 0.02 it learns as much from the first prompt as from the second, which has ten times the share in $\nabla J$. A larger
+# group lowers all points. It also brings `ppo`, `vineppo` and `reinforce_pp` to the left, whose angle comes from dividing by
+# a sum over the batch, and this sum settles down. What weighs lengths or prompts (`grpo`, `bnpo`, `dapo`) keeps an angle:
+# noise averages out, this bias does not.
 
 # %%
 explore(
@@ -1014,12 +1035,12 @@ assert difference < 1e-5
 #
 # **Claim 14.2**, in runs of ten batches of 128 answers, four passes over each, with the loss of section 16. How far a pass
 # moves depends on the learning rate, so there are two: the tiny policy's own, and a tenth of it. Counted are tokens with an
-# advantage; the others have nothing to clip.
+# advantage; the others have nothing to clip. Intervals are 95%, over the ten batches (seeds 0 to 9).
 
 
 # %% tags=["demo"]
 def run_with_passes(learning_rate, passes=4, batches=10):
-    """Ratio, clip flag and old probability of every token with an advantage, [3, N] for each pass."""
+    """Ratio, clip flag and old probability of every token with an advantage, [3, N] for each pass; clipped, by batch."""
     model = load_policy(folder)
     sampler = TorchSampler(model, stop_ids, tokenizer.pad_token_id, max_completion_length=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
@@ -1044,32 +1065,36 @@ def run_with_passes(learning_rate, passes=4, batches=10):
             flags = clip_flags(ratio, advantages, RECIPES["bnpo"].choices)
             found.append(torch.stack([ratio[chosen], flags[chosen].float(), old[chosen].exp()]))
             optimizer.step()
-    return [torch.cat(found, 1) for found in seen]
+    by_batch = torch.tensor([[part[1].mean() for part in found] for found in seen])
+    return [torch.cat(found, 1) for found in seen], by_batch
 
 
 # %%
 shares = {}
 for learning_rate in (1e-4, 1e-3):
-    passes = run_with_passes(learning_rate)
+    passes, by_batch = run_with_passes(learning_rate)
+    errors = 1.96 * by_batch.std(1) / by_batch.shape[1] ** 0.5
     shares[learning_rate] = [flags.mean().item() for _, flags, _ in passes]
+    of_passes = [f"{share:.1%} ± {error:.1%}" for share, error in zip(shares[learning_rate], errors.tolist())]
     moved = [f"{(ratio - 1).abs().median():.4f}" for ratio, _, _ in passes]
-    print(
-        f"learning rate {learning_rate}: clipped in passes 1 to 4", [f"{share:.1%}" for share in shares[learning_rate]]
-    )
+    print(f"learning rate {learning_rate}: clipped in passes 1 to 4", of_passes)
+    print("      in pass 2, batch by batch", [f"{share:.1%}" for share in by_batch[1].tolist()])
     print(f"      median |r - 1| {moved}, of {passes[0].shape[1]} tokens each")
     _, flags, old = torch.cat(passes[1:], 1)
     rare = old[flags.bool()].median().item(), old[~flags.bool()].median().item()
     print(f"      median probability when sampled: clipped tokens {rare[0]:.2f}, the others {rare[1]:.2f}")
     assert (passes[0][0] == 1).all() and shares[learning_rate][0] == 0 and rare[0] < rare[1]
     assert shares[learning_rate] == sorted(shares[learning_rate])
+    assert learning_rate == 1e-3 or by_batch[1, 3:].max() < 0.005 < 0.05 < by_batch[1, 0]
 
 # %% [markdown]
 # The median ratio stays within a percent or so of 1 in both runs, and at the smaller step about one token in a hundred is
-# clipped in the second pass: the ratio is near 1 by construction. It is not a law. The share is a matter of how far a pass
-# moves, and at the tiny policy's learning rate, ten to a thousand times that of a large model, an eighth of the tokens is
-# held by the second pass. What does not depend on the step is *which* tokens: those that were uncertain when they were
-# sampled, where there is still something to learn. That is what an insurance looks like, and it should be read in the
-# metric `clip_fraction` before it is believed.
+# clipped in the second pass: the ratio is near 1 by construction. Nearly all of these belong to the first batch, in which Adam
+# has no past to compare a gradient with and moves every weight by the whole learning rate; from the fourth batch on there
+# are none. It is not a law. The share is a matter of how far a pass moves, and at the tiny policy's learning rate, ten to a
+# thousand times that of a large model, one token in seven is held in the second pass. What does not depend on the step is
+# *which* tokens: those that were uncertain when they were sampled, where there is still something to learn. That is what an
+# insurance looks like, and it should be read in the metric `clip_fraction` before it is believed.
 
 # %% [markdown]
 # # Part 3. Who needs a critic?
@@ -1263,13 +1288,13 @@ show(
     caption="One ending per state is worse than no values at all; how many are needed to beat the plain group depends on "
     "the task. The critic is the best of all here, where it is cheap.",
     alt="Two charts of relative variance. On the tree: K = 1 above one, K = 2, 4, 16 falling to 0.38. On the adder: K = 1 at "
-    "1.6, K = 4 near one, K = 16 below, the critic lowest.",
+    "1.5, K = 4 near one, K = 16 below, the critic lowest.",
 )
 
 # %% [markdown]
 # $K = 1$ is worse than the group, and on this task four endings still do not help: most tokens of an answer change nothing,
 # and every one of them is charged with the noise of two estimates. Sixteen are better in this sample, with an interval that
-# includes no gain at all, for fifty times the generation. The critic wins. So what the article calls the first thing to go
+# includes no gain at all, for fifty endings per answer. The critic wins. So what the article calls the first thing to go
 # did not go because it estimates badly here. It went because of what it costs, a second model in training, and
 # because a critic for prefixes of thousands of tokens is harder to train than one for four. (With $\lambda = 0.95$ its own
 # errors bias the update, section 8, which this picture of the noise does not show.) On a long chain of reasoning the table
@@ -1705,12 +1730,13 @@ assert torch.allclose(token_weights(mask & ~cut[:, None], "dapo", cap)[mask & ~c
 # ## Where a bias comes from
 #
 # Does the first choice make completions longer or shorter? Take a policy that after every token stops with probability
-# $e = \sigma(u)$, where $u$ is the log-odds of stopping. A completion with $n$ tokens decided $n - 1$ times to go on and once
-# to stop, so its score is $\partial \log \pi / \partial u = 1 - n e$. Its mean is zero, as always. But weighted by $1/n$ it is
+# $q = 1 / (1 + e^{-u})$, where $u$ is the log-odds of stopping. A completion with $n$ tokens decided $n - 1$ times to go on
+# and once to stop, so its score is $\partial \log \pi / \partial u = 1 - n q$. Its mean is zero, as always. But weighted by
+# $1/n$ it is
 #
-# $$\mathbb{E}\Big[\frac{1 - n e}{n}\Big] = \mathbb{E}\Big[\frac1n\Big] - e \;>\; \frac{1}{\mathbb{E}[n]} - e = 0,$$
+# $$\mathbb{E}\Big[\frac{1 - n q}{n}\Big] = \mathbb{E}\Big[\frac1n\Big] - q \;>\; \frac{1}{\mathbb{E}[n]} - q = 0,$$
 #
-# by Jensen's inequality ($\mathbb{E}[n] = 1/e$). Short completions stop and have the louder voice. So a **good** answer,
+# by Jensen's inequality ($\mathbb{E}[n] = 1/q$). Short completions stop and have the louder voice. So a **good** answer,
 # $A > 0$, votes for stopping, and a **bad** one, $A < 0$, for going on, with no regard to what length has to do with the
 # reward.
 #
@@ -1837,7 +1863,7 @@ def length_drift(cap: int, mean_length: float, pass_rate: float = 0.5, paths: di
     for (name, (kind, masked, color, style)), end in zip(kinds.items(), ends):
         left.plot(lengths, stop_push(1 / lengths, cap, kind, -1.0, masked), style, color=COLORS[color], lw=2)
         left.annotate(name, (lengths[-1], end), (4, 0), textcoords="offset points", fontsize=8, va="center")
-    left.set(xlabel="tokens until it would stop, 1 / e", title="Push of wrong answers on stopping", xlim=(0, cap * 1.5))
+    left.set(xlabel="tokens until it would stop, 1 / q", title="Push of wrong answers on stopping", xlim=(0, cap * 1.5))
     learned = prompt_weight(torch.tensor([pass_rate]), 8, "group") * pass_rate * (1 - pass_rate)
     odds, signs = torch.full((2,), -math.log(mean_length - 1), dtype=torch.float64), (1.0, -1.0)
     path = []
@@ -2136,12 +2162,15 @@ assert (
 assert found["sequence_truncate", 1.2].variance < found["sequence_truncate", 2.0].variance
 assert found["sequence_truncate", 5.0].variance < found["sequence_truncate", math.inf].variance
 assert min(bias[mode, cap] for mode, cap in bias if mode.startswith("token")) > 0.1
+for level in ("token", "sequence"):
+    assert all(bias[f"{level}_mask", cap] > bias[f"{level}_truncate", cap] for cap in (1.2, 2.0))
 
 # %% [markdown]
 # - **One weight per completion**: a lower cap buys variance with bias. Without a cap there is no bias.
 # - **A weight per token** keeps a bias that no cap removes. In every state it repairs the choice of the token; that the state
-#   was reached by $\mu$, and that $\mu$ writes the rest, it does not know. In return its variance hardly grows.
-# - **Masking** gives up what is above the cap altogether. Those are completions that $\pi$ likes more than $\mu$ does, so the bias is
+#   was reached by $\mu$, and that $\mu$ writes the rest, it does not know. In return it has half the variance of the exact
+#   weights.
+# - **Masking** gives up what is above the cap altogether. Those are completions that $\pi$ likes more than $\mu$ does, and the bias is
 #   larger than that of truncation at the same cap. What speaks for it is not in this table: a weight of 50 is more often the sign
 #   of a broken log-prob than of a rare event, and such a completion is better left out.
 #
@@ -2860,7 +2889,7 @@ if with_vllm:
     for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         metrics = mismatch_metrics(scored(same_policy(dtype), rollouts), rollouts.sampler_logprobs, rollouts.mask)
         print(f"trainer in {name:8}", {key[9:]: round(value, 4) for key, value in metrics.items()})
-        assert mismatch_alarm(metrics) is None and metrics["mismatch/delta_mean"] < 0.05
+        assert mismatch_alarm(metrics) is None and 0.002 < metrics["mismatch/delta_mean"] < 0.05
 else:
     print(
         "vLLM is not installed here; where it is, both have a mean gap of about 0.01 nats, and a largest of about 0.2"
@@ -3153,8 +3182,9 @@ show(
 )
 
 # %% [markdown]
-# Start with a logit below 0, so that the right answer is as likely as any other: the entropy only falls. With a natural
-# step nothing is slowed down by a small probability, and the same is over in a fraction of the steps.
+# Start with a logit of 0, so that the right answer is as likely as any other: the entropy only falls. Start at 6, and 200 plain
+# steps hardly get anywhere, for the small probability of the right answer is a factor of each. A natural step does not have
+# that factor, and half as many are enough.
 
 # %%
 explore(
@@ -3274,10 +3304,10 @@ show(
 #
 # - The clip itself is what protects entropy. Without it a few sampled tokens take everything in the first batch, and half of
 #   the entropy that the others have at that reward is gone.
-# - Clip-higher buys a little at the same reward (0.02 to 0.04 nats at $J = 0.5$ and 0.7, nothing that can be told from zero at
+# - Clip-higher buys a little at the same reward (0.01 to 0.04 nats at $J = 0.5$ and 0.7, nothing that can be told from zero at
 #   0.9), and reaches it sooner. **After equal steps it has less entropy, not more**: the comparison by steps has the wrong sign.
-# - The bonus buys the most, and has its price where section 10 put it: it does not stop. With $c = 0.05$ the run ends at $J =
-#   0.988$ instead of 0.995.
+# - The larger bonus buys the most, and has its price where section 10 put it: it does not stop. With $c = 0.05$ the run ends at
+#   $J = 0.988$ instead of 0.995. The smaller one buys no more than clip-higher.
 #
 # ## Only where there is a choice
 #
@@ -3408,6 +3438,7 @@ assert all(found["product", distance].bias.abs().max() < 1e-10 for distance in (
 assert all(found["product", d].variance > found["per token", d].variance for d in (0.4, 0.8))
 assert abs(means["per token", 0.8] - 1) < 1e-10 and abs(means["product", 0.8] - 1) < 1e-10
 assert means["completion", 0.8] < means["completion", 0.4] < 1 - 1e-3
+assert all(found["completion", d].bias.norm() > found["per token", d].bias.norm() for d in (0.4, 0.8))
 
 # %% [markdown]
 # The last column is the second half of the claim. The ratios of tokens have mean 1 under $\pi_{\text{old}}$, and so has the
@@ -3444,14 +3475,15 @@ def granularity(sigma: float, epsilon: float) -> Figure:
         "per token": (torch.full_like(lengths, -(sigma**2) / 2), torch.full_like(lengths, sigma), "advantage", "--"),
         "completion": (torch.full_like(lengths, -(sigma**2) / 2), sigma / lengths.sqrt(), "policy", "-"),
     }
-    for name, (mean, spread, color, style) in kinds.items():
+    held = [held_share(mean, spread, epsilon, epsilon) for mean, spread, _, _ in kinds.values()]
+    places = spread_labels([share[-1].item() for share in held], 0.04)
+    for (name, (mean, spread, color, style)), share, place in zip(kinds.items(), held, places):
         for sign in (-1.96, 1.96):
             left.plot(lengths, (mean + sign * spread).exp(), style, color=COLORS[color], lw=1.8)
-        held = held_share(mean, spread, epsilon, epsilon)
-        right.plot(lengths, held, style, color=COLORS[color], lw=1.8)
+        right.plot(lengths, share, style, color=COLORS[color], lw=1.8)
         right.annotate(
             name,
-            (lengths[-1], held[-1]),
+            (lengths[-1], place),
             (-4, 4),
             textcoords="offset points",
             ha="right",
@@ -3464,7 +3496,7 @@ def granularity(sigma: float, epsilon: float) -> Figure:
         xscale="log", yscale="log", ylim=(0.3, 3), xlabel="tokens of a completion", title="Middle 95% of the ratio"
     )
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
-    right.set(xscale="log", ylim=(-0.02, 0.55), xlabel="tokens of a completion", title="Share that the clip holds")
+    right.set(xscale="log", ylim=(-0.02, 0.65), xlabel="tokens of a completion", title="Share that the clip holds")
     for ax in (left, right):
         ax.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
         ax.minorticks_off()
@@ -3474,7 +3506,8 @@ def granularity(sigma: float, epsilon: float) -> Figure:
 # %%
 show(
     granularity(sigma=0.1, epsilon=0.03),
-    caption="Dotted: the product of the token ratios leaves every clip range as completions grow. Dashed: the ratio of a token "
+    caption="Dotted: the product of the token ratios leaves every clip range as completions grow, and ends below it: nearly all "
+    "weights are small, and a few hold the mean at 1. Dashed: the ratio of a token "
     "does not know the length. Solid: the geometric mean closes in on one value, until the clip holds all or nothing.",
     alt="Left: the band of the product widens with length, that of a token is constant, that of the geometric mean narrows. "
     "Right: share held by the clip against length, rising to one half for the product, flat per token, falling to zero.",
@@ -3498,33 +3531,32 @@ explore(
 # %% [markdown]
 # # Exercises
 #
-# **1. Predict, then run.** A step has four completions of 1, 2, 3 and 10 tokens; the cap is 10, and the last one was cut off.
-# How much does one token of the *second* completion weigh under `grpo`, `dapo` and `dr_grpo`, and under `dapo` when truncated
-# completions are masked? Write four numbers before you run anything.
+# **1. Predict, then run.** A sampler writes one of two tokens, each with probability one half. The trainer, with the same
+# weights, gives them 0.6 and 0.4. What does it log as the arithmetic and as the geometric mean of the ratios? A completion
+# has 50 such tokens: what is the mean of its weight $w$, and which share of a batch is left after weighting,
+# $1 / \mathbb{E}[w^2]$? Write four numbers before you run anything.
 
 # %% tags=["exercise"]
 import torch
 
-from lmrl.loss import token_weights
-from lmrl.policy import length_mask
+from lmrl.mismatch import mismatch_metrics
 
-prediction = None  # [grpo, dapo, dr_grpo, dapo with truncated completions masked]
+prediction = None  # [arithmetic mean, geometric mean, mean weight of a completion, share that is left]
 
 # %% tags=["solution"]
 import torch
 
-from lmrl.loss import token_weights
-from lmrl.policy import length_mask
+from lmrl.mismatch import mismatch_metrics
 
-prediction = [1 / (4 * 2), 1 / 16, 1 / (4 * 10), 1 / 6]
+prediction = [1.0, (1.2 * 0.8) ** 0.5, 1.0, (1 / ((1.2**2 + 0.8**2) / 2)) ** 50]
 
 # %% tags=["check"]
-kept = length_mask(torch.tensor([1, 2, 3, 10]), 10)
-finished = kept & torch.tensor([True, True, True, False])[:, None]
-cases = [(kept, "grpo"), (kept, "dapo"), (kept, "dr_grpo"), (finished, "dapo")]
-found = [token_weights(case, loss_type, 10)[1, 0].item() for case, loss_type in cases]
+pi, mu = torch.tensor([[0.6], [0.4]]).log(), torch.tensor([[0.5], [0.5]]).log()
+seen = mismatch_metrics(pi, mu, torch.ones(2, 1, dtype=torch.bool))  # both tokens once, as they come on average
+arithmetic, geometric = seen["mismatch/ratio_arithmetic"], seen["mismatch/ratio_geometric"]
+found = [arithmetic, geometric, arithmetic**50, seen["mismatch/ess"] ** 50]
 assert prediction is not None, "write down a prediction first"
-assert all(abs(a - b) < 1e-6 for a, b in zip(prediction, found, strict=True)), f"they are {found}"
+assert all(abs(a - b) < 0.02 for a, b in zip(prediction, found, strict=True)), f"they are {found}"
 
 # %% [markdown]
 # **2. The penalty in the reward.** Write the advantages of a REINFORCE step without baseline whose reward is $R$ less $\beta$ times

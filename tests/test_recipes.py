@@ -341,6 +341,7 @@ def test_the_choices_of_the_loss_type_are_section_11s():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 GAE = {"advantage_estimator": "gae", "scale_rewards": "none"}
+ENDINGS = {"advantage_estimator": "monte_carlo", "scale_rewards": "none"}
 REFUSED = [
     ({"advantage_estimator": "mean"}, "advantage_estimator is 'mean'; choose one of group"),
     ({"importance_sampling_level": "word"}, "importance_sampling_level is 'word'"),
@@ -353,6 +354,7 @@ REFUSED = [
     ({"num_generations": 1}, "num_generations is 1; a group baseline"),
     ({"advantage_estimator": "batch"}, 'scale_rewards "group" belongs to advantage_estimator "group"'),
     ({"advantage_estimator": "none", "scale_rewards": "batch"}, 'scale_rewards is "batch" but advantage_estimator "none"'),
+    ({"advantage_estimator": "none"}, 'scale_rewards is "group" but advantage_estimator "none".*set scale_rewards to "none"'),
     ({**GAE, "dynamic_sampling": True}, "dynamic_sampling leaves out groups"),
     ({"gamma": 0.9}, "gamma is 0.9, but only"),
     ({**GAE, "vf_coef": 0.0}, "vf_coef is 0.0; .* needs a critic"),
@@ -365,6 +367,9 @@ REFUSED = [
     ({"beta": 0.1, "kl_estimator": "k1"}, 'kl_estimator "k1" in the loss has an expected gradient of zero'),
     ({"beta": 0.1, "kl_in": "reward", "kl_estimator": "k1", "advantage_estimator": "monte_carlo",
       "scale_rewards": "none"}, 'kl_in "reward" does not reach'),
+    ({"beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, 'kl_in "reward" with scale_rewards "group" blows the KL up'),
+    ({**ENDINGS, "overlong_buffer": 2}, "overlong_buffer does not reach the fresh endings"),
+    ({**ENDINGS, "top_p": 0.9, "vllm_importance_sampling_correction": True}, "top_p 0.9, .*the fresh endings"),
     ({"top_p": 0.9}, "top_k 0, top_p 0.9, min_p 0.0: with its tail cut off"),
     ({"top_k": 5}, "with its tail cut off"),
     ({"min_p": 0.1}, "with its tail cut off"),
@@ -388,6 +393,8 @@ def test_refused_with_the_reason(settings, message):
         {"top_p": 0.9, "vllm_importance_sampling_correction": True},
         {"kl_in": "reward"},  # beta is 0: there is no KL to misplace
         {"beta": 0.1, "kl_estimator": "exact"},
+        {"beta": 0.1, "kl_in": "reward", "kl_estimator": "k1", "scale_rewards": "batch"},
+        {**GAE, "overlong_buffer": 2},
         {"importance_sampling_level": "sequence", "clip_type": "cispo"},
     ],
 )
@@ -396,6 +403,15 @@ def test_not_refused(settings):
 
 
 # --- the exact rows ---------------------------------------------------------------------------------------------------
+
+
+def test_a_divisor_of_the_batch_has_no_exact_row_but_with_its_mean():
+    """The rows of all possible steps are listed together, so their standard deviation is not that of one batch."""
+    _, _, _, prompts = one_prompt(0, [0.2, 1.0, 0.5])
+    for estimator in ("group", "leave_one_out", "gae"):
+        choices = SimpleNamespace(**DEFAULTS | {"advantage_estimator": estimator, "scale_rewards": "batch"})
+        with pytest.raises(ValueError, match=f'no exact row with "{estimator}"'):
+            recipes.recipe_moments(prompts, choices, 2)
 
 
 def test_exchangeable_groups_count_every_order_once():

@@ -435,7 +435,7 @@ CASES = {
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
     "sequence, exact kl": {"importance_sampling_level": "sequence", "beta": 0.2, "kl_estimator": "exact"},
     "exact kl": {"beta": 0.2, "kl_estimator": "exact"},
-    "kl in reward": {**IN_REWARD},
+    "kl in reward": {**IN_REWARD, "scale_rewards": "none"},
     "entropy": {"entropy_coef": 0.1},
     "sequence, entropy": {"importance_sampling_level": "sequence", "entropy_coef": 0.1},
     "top entropy": {"top_entropy_quantile": 0.4, "beta": 0.1},

@@ -171,7 +171,7 @@ def length_drift(cap: int, mean_length: float, pass_rate: float = 0.5, paths: di
     for (name, (kind, masked, color, style)), end in zip(kinds.items(), ends):
         left.plot(lengths, stop_push(1 / lengths, cap, kind, -1.0, masked), style, color=COLORS[color], lw=2)
         left.annotate(name, (lengths[-1], end), (4, 0), textcoords="offset points", fontsize=8, va="center")
-    left.set(xlabel="tokens until it would stop, 1 / e", title="Push of wrong answers on stopping", xlim=(0, cap * 1.5))
+    left.set(xlabel="tokens until it would stop, 1 / q", title="Push of wrong answers on stopping", xlim=(0, cap * 1.5))
     learned = prompt_weight(torch.tensor([pass_rate]), 8, "group") * pass_rate * (1 - pass_rate)
     odds, signs = torch.full((2,), -math.log(mean_length - 1), dtype=torch.float64), (1.0, -1.0)
     path = []
@@ -313,14 +313,15 @@ def granularity(sigma: float, epsilon: float) -> Figure:
         "per token": (torch.full_like(lengths, -(sigma**2) / 2), torch.full_like(lengths, sigma), "advantage", "--"),
         "completion": (torch.full_like(lengths, -(sigma**2) / 2), sigma / lengths.sqrt(), "policy", "-"),
     }
-    for name, (mean, spread, color, style) in kinds.items():
+    held = [held_share(mean, spread, epsilon, epsilon) for mean, spread, _, _ in kinds.values()]
+    places = spread_labels([share[-1].item() for share in held], 0.04)
+    for (name, (mean, spread, color, style)), share, place in zip(kinds.items(), held, places):
         for sign in (-1.96, 1.96):
             left.plot(lengths, (mean + sign * spread).exp(), style, color=COLORS[color], lw=1.8)
-        held = held_share(mean, spread, epsilon, epsilon)
-        right.plot(lengths, held, style, color=COLORS[color], lw=1.8)
+        right.plot(lengths, share, style, color=COLORS[color], lw=1.8)
         right.annotate(
             name,
-            (lengths[-1], held[-1]),
+            (lengths[-1], place),
             (-4, 4),
             textcoords="offset points",
             ha="right",
@@ -333,7 +334,7 @@ def granularity(sigma: float, epsilon: float) -> Figure:
         xscale="log", yscale="log", ylim=(0.3, 3), xlabel="tokens of a completion", title="Middle 95% of the ratio"
     )
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
-    right.set(xscale="log", ylim=(-0.02, 0.55), xlabel="tokens of a completion", title="Share that the clip holds")
+    right.set(xscale="log", ylim=(-0.02, 0.65), xlabel="tokens of a completion", title="Share that the clip holds")
     for ax in (left, right):
         ax.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
         ax.minorticks_off()
