@@ -282,6 +282,12 @@ def check_stop(probe: Probe) -> tuple[str, ...]:
     stops = torch.isin(rollouts.completion_ids, torch.tensor(probe.stop_ids, device=ends.device)) & rollouts.mask
     stopped = stops.gather(1, ends.clamp(min=0)[:, None])[:, 0]
     finished, wanted = int((~rollouts.truncated).sum()), names_of(probe.tokenizer, probe.stop_ids)
+    if past := int((stops.sum(1) > stopped).sum()):
+        return (
+            "fail",
+            f"{past} of {len(rollouts)} completions go on after a stop token ({wanted})",
+            "give the sampler all of these stop ids",
+        )
     if lost := int((~rollouts.truncated & ~stopped).sum()):
         return (
             "fail",
@@ -295,12 +301,6 @@ def check_stop(probe: Probe) -> tuple[str, ...]:
             f"{int(wrong.sum())} completions are marked as truncated, but end with a stop token or before the cap of "
             f"{probe.config.max_completion_length} tokens",
             "the sampler's flag must be True exactly where the cap ended the completion",
-        )
-    if past := int((stops.sum(1) > stopped).sum()):
-        return (
-            "fail",
-            f"{past} of {len(rollouts)} completions go on after a stop token ({wanted})",
-            "give the sampler all of these stop ids",
         )
     return "pass", f"{finished} of {finished} finished completions end with a trained stop token"
 
@@ -326,7 +326,7 @@ def check_ratio(probe: Probe) -> tuple[str, ...]:
             f"the same tokens, scored three times without an update, have ratios up to {error:.2g} away from 1",
             "something in the model is random: turn dropout off (disable_dropout(model)) and keep it in eval mode",
         )
-    return "pass", f"scored three times, all ratios are within {error:.1g} of 1"
+    return "pass", f"scored three times, all ratios are {f'within {error:.1g} of' if error else 'exactly'} 1"
 
 
 def check_alignment(probe: Probe) -> tuple[str, ...]:
@@ -668,16 +668,16 @@ CHECKS = {
     "pad token": (check_pad, ()),
     "completions": (check_completions, ()),
     "stop token": (check_stop, ("completions",)),
-    "truncation": (check_truncation, ("completions", "stop token")),
     "first ratio": (check_ratio, ("completions",)),
+    "truncation": (check_truncation, ("stop token", "first ratio")),
     "alignment": (check_alignment, ("first ratio",)),
     "temperature": (check_temperature, ("alignment",)),
-    "draws": (check_draws, ("alignment",)),
+    "draws": (check_draws, ("stop token", "alignment")),
     "sampler gap": (check_gap, ("alignment",)),
     "weight sync": (check_sync, ("sampler gap",)),
     "reference": (check_reference, ("first ratio",)),
     "reward": (check_reward, ("completions",)),
-    "signal": (check_signal, ("reward",)),
+    "signal": (check_signal, ("stop token", "first ratio", "reward")),
     "memory": (check_memory, ()),
 }
 

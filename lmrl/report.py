@@ -97,6 +97,7 @@ def read_run(folder: str) -> RunRecord:
 
 
 FIRST_CURVES = ("reward", "pass@1", "entropy", "completion_length", "kl_ref", "kl_old", "clip_fraction", "sampler_gap")
+FIRST_CURVES += ("mismatch/ratio_geometric",)
 
 
 def setting_rows(runs: list[RunRecord]) -> list[tuple[str, list[str], bool]]:
@@ -126,7 +127,8 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
     for name in curve_names(runs):
         lines = {str(i): run.curve(name) for i, run in enumerate(runs)}
         if any(steps for steps, _ in lines.values()):
-            metric = METRICS["reward/NAME"] if name.startswith("reward/") else METRICS.get(name)
+            documented = {"pass@1": EVALUATED}.get(name, "reward/NAME" if name.startswith("reward/") else name)
+            metric = METRICS.get(documented)
             picture = inlined(metric_curve(lines, points=name == "pass@1"))
             curves.append({"name": name, "metric": metric, "picture": picture})
     return curves
@@ -152,26 +154,29 @@ PAGE = """<!doctype html>
   h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
   table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top; }
   tr { border-bottom: 1px solid #ddd; } .scroll { overflow-x: auto; } .differs { background: #fff3d6; }
+  .numbers td, .numbers th { white-space: nowrap; } .numbers { margin-bottom: 1rem; }
   .key { position: sticky; top: 0; background: #fffffff2; padding: .4rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
   .key svg { width: 2.6rem; height: .8rem; margin-right: .4rem; }
   .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem 1.5rem; }
   figure { margin: 0; } figure img { width: 100%; } figcaption { font-size: .85rem; color: #555; }
   figcaption b { color: #222; font-size: .95rem; }
   summary { cursor: pointer; font-weight: 600; margin: 1rem 0; } code { font-size: .9em; overflow-wrap: anywhere; }
-  .answers { display: grid; grid-template-columns: repeat(3, 1fr); gap: .2rem 1.2rem; border-top: 1px solid #ddd; padding: .6rem 0; }
+  .row { display: grid; grid-template-columns: repeat(3, 1fr); gap: .4rem 1.2rem; border-top: 1px solid #ddd; padding: .4rem 0; }
+  .row h4 { display: none; margin: 0; font-size: .85rem; } .row:first-of-type h4 { display: block; }
+  .answer { display: grid; grid-template-columns: minmax(0, 1fr) 8rem; gap: .8rem; }
   pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; font-size: .85rem; }
-  small { color: #555; } @media (max-width: 40rem) { .answers { grid-template-columns: 1fr; } }
+  small { color: #555; } @media (max-width: 40rem) { .row { grid-template-columns: 1fr; } .row h4 { display: block; } }
 </style>
 <h1>{{ runs | map(attribute="name") | join(", ") }}</h1>
-<div class="scroll"><table>
+<div class="scroll"><table class="numbers">
 <tr><th>run<th>steps<th>held-out pass@1 before<th>after<th>reward, last 20 steps<th>time</tr>
 {% for run in runs %}<tr><td>{{ run.name }}<td>{{ run.metrics[-1].step | int }}<td>{{ run.pass_at_1("before") or "–" }}
 <td>{{ run.pass_at_1("after") or "–" }}<td>{{ latest(run) }}<td>{{ duration(run) }}</tr>{% endfor %}
 </table></div>
-{% for run in runs %}{% for name, results in run.evaluations.items() %}
-<p><b>{{ run.name }}/{{ name }}</b>{% for metric, value in results.items() if metric.startswith("pass@") %}
-{{ metric }} {{ "%.3f" % value[0] }} [{{ "%.3f" % value[1] }}, {{ "%.3f" % value[2] }}]{{ "," if not loop.last }}{% endfor %}</p>
-{% endfor %}{% endfor %}
+{% for run in runs %}{% for name, results in run.evaluations.items() %}<div class="scroll"><table class="numbers">
+<tr><th>{{ run.name }}/{{ name }}{% for metric in results if metric.startswith("pass@") %}<th>{{ metric }}{% endfor %}</tr>
+<tr><td>{% for metric, value in results.items() if metric.startswith("pass@") %}
+<td>{{ "%.3f [%.3f, %.3f]" % (value[0], value[1], value[2]) }}{% endfor %}</tr></table></div>{% endfor %}{% endfor %}
 <h2>Curves</h2>
 <div class="key">{% for run in runs %}{% set color, dashes = style(loop.index0) %}<span><svg viewBox="0 0 42 12">
 <line x1="0" y1="6" x2="42" y2="6" stroke="{{ color }}" stroke-width="3" stroke-dasharray="{{ dashes | join(" ") }}"/></svg>
@@ -183,7 +188,7 @@ PAGE = """<!doctype html>
 section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
 {% endfor %}</div>{% endmacro %}
 {{ draw(curves[:shown]) }}
-{% if curves[shown:] %}<details><summary>{{ curves[shown:] | length }} more</summary>{{ draw(curves[shown:]) }}</details>{% endif %}
+{% if curves[shown:] %}<details><summary>{{ curves[shown:] | length }} more curves</summary>{{ draw(curves[shown:]) }}</details>{% endif %}
 <h2>Settings</h2>
 {% macro table(rows) %}<div class="scroll"><table>
 <tr><th>setting{% for run in runs %}<th>{{ run.name }}{% endfor %}</tr>
@@ -193,11 +198,11 @@ section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
 {% if runs | length > 1 %}{{ table(settings | selectattr(2)) }}{% endif %}
 <details><summary>all settings{{ ", those that differ marked" if runs | length > 1 }}</summary>{{ table(settings) }}</details>
 <h2>Answers to held-out problems</h2>
-{% for run in runs %}<h3>{{ run.name }}</h3>
-{% for row in answers(run) %}<div class="answers"><div><small>problem</small><pre>{{ row.prompt }}</pre></div>
-{% for when in ("before", "after") %}<div><small>{{ when }}</small>
-{% for text, words in row[when] %}<pre>{{ text }}</pre><small>{{ words }}</small>{% endfor %}</div>{% endfor %}</div>
-{% else %}<p>None yet: they are written when the run ends.</p>{% endfor %}{% endfor %}
+{% for run in runs %}<section><h3>{{ run.name }}</h3>
+{% for row in answers(run) %}<div class="row"><div><h4>problem</h4><pre>{{ row.prompt }}</pre></div>
+{% for when in ("before", "after") %}<div><h4>{{ when }}</h4>
+{% for text, words in row[when] %}<div class="answer"><pre>{{ text }}</pre><small>{{ words }}</small></div>{% endfor %}</div>
+{% endfor %}</div>{% else %}<p>There are none yet.</p>{% endfor %}</section>{% endfor %}
 </html>
 """
 

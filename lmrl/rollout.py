@@ -12,11 +12,26 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lmrl.batch import Rollouts, rollouts_from_samples
 from lmrl.policy import complete, pad_left, tempered
 
-__all__ = ["require_fit", "Sampler", "truncate", "prompt_digest", "row_uniforms", "check_sampling", "TorchSampler"]
+__all__ = [
+    "require_fit",
+    "Sampler",
+    "truncate",
+    "prompt_digest",
+    "row_uniforms",
+    "rotate",
+    "NextToken",
+    "NEXT_TOKEN_MODELS",
+    "has_next_token",
+    "check_sampling",
+    "TorchSampler",
+]
 
 
 def require_fit(model, prompt_ids: torch.Tensor, max_completion_length: int) -> None:
@@ -83,6 +98,64 @@ def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_
     return torch.from_numpy(np.concatenate(drawn))
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys ``[B, heads, d]`` turned by their position's angles ``[B, 1, d]``. Su et al., 2021 (section 11)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class NextToken:
+    """Llama's forward pass for one new token per row, called as the model is; `complete`'s prompts go to ``model`` itself.
+
+    Its logits are the model's, up to rounding. For the models of `has_next_token`, and up to ``length`` positions (section 11).
+    """
+
+    def __init__(self, model, length: int):
+        self.model = model
+        weight = model.model.embed_tokens.weight
+        self.cos, self.sin = model.model.rotary_emb(weight, torch.arange(length, device=weight.device)[None])
+
+    def __call__(self, *, input_ids, attention_mask, position_ids, past_key_values, **options):
+        model, cache = self.model, past_key_values
+        if cache is None or any(type(stored) is not DynamicLayer for stored in cache.layers):
+            tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+            return model(**tensors, past_key_values=cache, **options)
+        mask = attention_mask.bool()[:, None, None]
+        cos, sin = self.cos[0, position_ids], self.sin[0, position_ids]
+        x = model.model.embed_tokens(input_ids[:, 0])
+        for layer, stored in zip(model.model.layers, cache.layers, strict=True):
+            x = x + self.attend(layer.self_attn, layer.input_layernorm(x), stored, mask, cos, sin)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        logits = model.lm_head(model.model.norm(x))
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+
+    def attend(self, attention, x, stored, mask, cos, sin) -> torch.Tensor:
+        """What the ``attention`` of a layer says of ``x`` ``[B, D]``, whose keys and values join the ``stored`` ones."""
+        heads = len(x), -1, attention.head_dim
+        q, k, v = (project(x).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        keys, values = stored.update(rotate(k, cos, sin)[:, :, None], v[:, :, None])
+        queries = rotate(q, cos, sin).view(
+            len(x), keys.shape[1], -1, attention.head_dim
+        )  # those that share keys together
+        read = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=attention.scaling)
+        return attention.o_proj(read.reshape(len(x), -1))
+
+
+NEXT_TOKEN_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def has_next_token(model) -> bool:
+    """Whether `NextToken` computes what ``model`` does (section 11)."""
+    if type(model).__name__ not in NEXT_TOKEN_MODELS or model.config._attn_implementation != "sdpa":
+        return False
+    layers = model.model.layers
+    passed_by = [model, model.model, model.model.rotary_emb, *layers, *(layer.self_attn for layer in layers)]
+    touched = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in passed_by)
+    return not touched and model.model.rotary_emb.rope_type in ("default", "linear", "llama3", "yarn")
+
+
 def check_sampling(max_completion_length: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """ValueError for settings with which no sampler can sample (section 11)."""
     if max_completion_length < 1:
@@ -135,8 +208,9 @@ class TorchSampler:
         uniforms = row_uniforms(prompts, num_generations, self.max_completion_length, seed)
         device = next(self.model.parameters()).device
         prompt_ids, prompt_mask, rows = prompt_ids.to(device), prompt_mask.to(device), rows.to(device)
+        length = prompt_ids.shape[1] + self.max_completion_length
         samples = complete(
-            self.model,
+            NextToken(self.model, length) if has_next_token(self.model) else self.model,
             prompt_ids,
             prompt_mask,
             rows,

@@ -1605,8 +1605,9 @@ def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool 
         if points:
             axis.plot(steps, values, "o", color=color, markersize=5, linestyle=(0, dashes), linewidth=1.2)
             continue
-        axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.7)
-        axis.plot(steps, running_mean(values), color=color, linewidth=1.8, linestyle=(0, dashes))
+        stride, smooth = max(1, len(steps) // 500), running_mean(values, max(15, len(steps) // 50))
+        axis.plot(steps[::stride], values[::stride], color=color, alpha=0.25, linewidth=0.7)
+        axis.plot(steps[::stride], smooth[::stride], color=color, linewidth=1.8, linestyle=(0, dashes))
     axis.set_xlabel("step")
     return figure
 
@@ -2473,6 +2474,12 @@ def check_stop(probe: Probe) -> tuple[str, ...]:
     stops = torch.isin(rollouts.completion_ids, torch.tensor(probe.stop_ids, device=ends.device)) & rollouts.mask
     stopped = stops.gather(1, ends.clamp(min=0)[:, None])[:, 0]
     finished, wanted = int((~rollouts.truncated).sum()), names_of(probe.tokenizer, probe.stop_ids)
+    if past := int((stops.sum(1) > stopped).sum()):
+        return (
+            "fail",
+            f"{past} of {len(rollouts)} completions go on after a stop token ({wanted})",
+            "give the sampler all of these stop ids",
+        )
     if lost := int((~rollouts.truncated & ~stopped).sum()):
         return (
             "fail",
@@ -2486,12 +2493,6 @@ def check_stop(probe: Probe) -> tuple[str, ...]:
             f"{int(wrong.sum())} completions are marked as truncated, but end with a stop token or before the cap of "
             f"{probe.config.max_completion_length} tokens",
             "the sampler's flag must be True exactly where the cap ended the completion",
-        )
-    if past := int((stops.sum(1) > stopped).sum()):
-        return (
-            "fail",
-            f"{past} of {len(rollouts)} completions go on after a stop token ({wanted})",
-            "give the sampler all of these stop ids",
         )
     return "pass", f"{finished} of {finished} finished completions end with a trained stop token"
 
@@ -2525,7 +2526,7 @@ def check_ratio(probe: Probe) -> tuple[str, ...]:
             f"the same tokens, scored three times without an update, have ratios up to {error:.2g} away from 1",
             "something in the model is random: turn dropout off (disable_dropout(model)) and keep it in eval mode",
         )
-    return "pass", f"scored three times, all ratios are within {error:.1g} of 1"
+    return "pass", f"scored three times, all ratios are {f'within {error:.1g} of' if error else 'exactly'} 1"
 
 
 def check_alignment(probe: Probe) -> tuple[str, ...]:
@@ -2920,16 +2921,16 @@ CHECKS = {
     "pad token": (check_pad, ()),
     "completions": (check_completions, ()),
     "stop token": (check_stop, ("completions",)),
-    "truncation": (check_truncation, ("completions", "stop token")),
     "first ratio": (check_ratio, ("completions",)),
+    "truncation": (check_truncation, ("stop token", "first ratio")),
     "alignment": (check_alignment, ("first ratio",)),
     "temperature": (check_temperature, ("alignment",)),
-    "draws": (check_draws, ("alignment",)),
+    "draws": (check_draws, ("stop token", "alignment")),
     "sampler gap": (check_gap, ("alignment",)),
     "weight sync": (check_sync, ("sampler gap",)),
     "reference": (check_reference, ("first ratio",)),
     "reward": (check_reward, ("completions",)),
-    "signal": (check_signal, ("reward",)),
+    "signal": (check_signal, ("stop token", "first ratio", "reward")),
     "memory": (check_memory, ()),
 }
 
@@ -3355,6 +3356,7 @@ def read_run(folder: str) -> RunRecord:
 
 # %% tags=["export:report"]
 FIRST_CURVES = ("reward", "pass@1", "entropy", "completion_length", "kl_ref", "kl_old", "clip_fraction", "sampler_gap")
+FIRST_CURVES += ("mismatch/ratio_geometric",)
 
 
 def setting_rows(runs: list[RunRecord]) -> list[tuple[str, list[str], bool]]:
@@ -3384,7 +3386,8 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
     for name in curve_names(runs):
         lines = {str(i): run.curve(name) for i, run in enumerate(runs)}
         if any(steps for steps, _ in lines.values()):
-            metric = METRICS["reward/NAME"] if name.startswith("reward/") else METRICS.get(name)
+            documented = {"pass@1": EVALUATED}.get(name, "reward/NAME" if name.startswith("reward/") else name)
+            metric = METRICS.get(documented)
             picture = inlined(metric_curve(lines, points=name == "pass@1"))
             curves.append({"name": name, "metric": metric, "picture": picture})
     return curves
@@ -3415,26 +3418,29 @@ PAGE = """<!doctype html>
   h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
   table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top; }
   tr { border-bottom: 1px solid #ddd; } .scroll { overflow-x: auto; } .differs { background: #fff3d6; }
+  .numbers td, .numbers th { white-space: nowrap; } .numbers { margin-bottom: 1rem; }
   .key { position: sticky; top: 0; background: #fffffff2; padding: .4rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
   .key svg { width: 2.6rem; height: .8rem; margin-right: .4rem; }
   .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem 1.5rem; }
   figure { margin: 0; } figure img { width: 100%; } figcaption { font-size: .85rem; color: #555; }
   figcaption b { color: #222; font-size: .95rem; }
   summary { cursor: pointer; font-weight: 600; margin: 1rem 0; } code { font-size: .9em; overflow-wrap: anywhere; }
-  .answers { display: grid; grid-template-columns: repeat(3, 1fr); gap: .2rem 1.2rem; border-top: 1px solid #ddd; padding: .6rem 0; }
+  .row { display: grid; grid-template-columns: repeat(3, 1fr); gap: .4rem 1.2rem; border-top: 1px solid #ddd; padding: .4rem 0; }
+  .row h4 { display: none; margin: 0; font-size: .85rem; } .row:first-of-type h4 { display: block; }
+  .answer { display: grid; grid-template-columns: minmax(0, 1fr) 8rem; gap: .8rem; }
   pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; font-size: .85rem; }
-  small { color: #555; } @media (max-width: 40rem) { .answers { grid-template-columns: 1fr; } }
+  small { color: #555; } @media (max-width: 40rem) { .row { grid-template-columns: 1fr; } .row h4 { display: block; } }
 </style>
 <h1>{{ runs | map(attribute="name") | join(", ") }}</h1>
-<div class="scroll"><table>
+<div class="scroll"><table class="numbers">
 <tr><th>run<th>steps<th>held-out pass@1 before<th>after<th>reward, last 20 steps<th>time</tr>
 {% for run in runs %}<tr><td>{{ run.name }}<td>{{ run.metrics[-1].step | int }}<td>{{ run.pass_at_1("before") or "–" }}
 <td>{{ run.pass_at_1("after") or "–" }}<td>{{ latest(run) }}<td>{{ duration(run) }}</tr>{% endfor %}
 </table></div>
-{% for run in runs %}{% for name, results in run.evaluations.items() %}
-<p><b>{{ run.name }}/{{ name }}</b>{% for metric, value in results.items() if metric.startswith("pass@") %}
-{{ metric }} {{ "%.3f" % value[0] }} [{{ "%.3f" % value[1] }}, {{ "%.3f" % value[2] }}]{{ "," if not loop.last }}{% endfor %}</p>
-{% endfor %}{% endfor %}
+{% for run in runs %}{% for name, results in run.evaluations.items() %}<div class="scroll"><table class="numbers">
+<tr><th>{{ run.name }}/{{ name }}{% for metric in results if metric.startswith("pass@") %}<th>{{ metric }}{% endfor %}</tr>
+<tr><td>{% for metric, value in results.items() if metric.startswith("pass@") %}
+<td>{{ "%.3f [%.3f, %.3f]" % (value[0], value[1], value[2]) }}{% endfor %}</tr></table></div>{% endfor %}{% endfor %}
 <h2>Curves</h2>
 <div class="key">{% for run in runs %}{% set color, dashes = style(loop.index0) %}<span><svg viewBox="0 0 42 12">
 <line x1="0" y1="6" x2="42" y2="6" stroke="{{ color }}" stroke-width="3" stroke-dasharray="{{ dashes | join(" ") }}"/></svg>
@@ -3446,7 +3452,7 @@ PAGE = """<!doctype html>
 section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
 {% endfor %}</div>{% endmacro %}
 {{ draw(curves[:shown]) }}
-{% if curves[shown:] %}<details><summary>{{ curves[shown:] | length }} more</summary>{{ draw(curves[shown:]) }}</details>{% endif %}
+{% if curves[shown:] %}<details><summary>{{ curves[shown:] | length }} more curves</summary>{{ draw(curves[shown:]) }}</details>{% endif %}
 <h2>Settings</h2>
 {% macro table(rows) %}<div class="scroll"><table>
 <tr><th>setting{% for run in runs %}<th>{{ run.name }}{% endfor %}</tr>
@@ -3456,11 +3462,11 @@ section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
 {% if runs | length > 1 %}{{ table(settings | selectattr(2)) }}{% endif %}
 <details><summary>all settings{{ ", those that differ marked" if runs | length > 1 }}</summary>{{ table(settings) }}</details>
 <h2>Answers to held-out problems</h2>
-{% for run in runs %}<h3>{{ run.name }}</h3>
-{% for row in answers(run) %}<div class="answers"><div><small>problem</small><pre>{{ row.prompt }}</pre></div>
-{% for when in ("before", "after") %}<div><small>{{ when }}</small>
-{% for text, words in row[when] %}<pre>{{ text }}</pre><small>{{ words }}</small>{% endfor %}</div>{% endfor %}</div>
-{% else %}<p>None yet: they are written when the run ends.</p>{% endfor %}{% endfor %}
+{% for run in runs %}<section><h3>{{ run.name }}</h3>
+{% for row in answers(run) %}<div class="row"><div><h4>problem</h4><pre>{{ row.prompt }}</pre></div>
+{% for when in ("before", "after") %}<div><h4>{{ when }}</h4>
+{% for text, words in row[when] %}<div class="answer"><pre>{{ text }}</pre><small>{{ words }}</small></div>{% endfor %}</div>
+{% endfor %}</div>{% else %}<p>There are none yet.</p>{% endfor %}</section>{% endfor %}
 </html>
 """
 

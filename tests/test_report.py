@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_or_was_killed_is_shown_as_far_as_it_came(two, tmp_pa
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
     page = Page(report_page([read_run(two[0])]))
-    assert "a 2 – – 0.375" in page.text and "None yet" in page.text
+    assert "a 2 – – 0.375" in page.text and "There are none yet." in page.text
 
 
 def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
@@ -147,7 +147,7 @@ def test_a_later_measurement_is_on_the_page(two, tmp_path):
     results = {"pass@1": [0.5, 0.4, 0.6], "pass@2": [0.75, 0.7, 0.8], "reward": 0.5}
     (tmp_path / "a" / "eval-1" / "eval.json").write_text(json.dumps({"results": results, "settings": {}}))
     text = Page(report_page([read_run(folder) for folder in two])).text
-    assert "a/eval-1 pass@1 0.500 [0.400, 0.600], pass@2 0.750 [0.700, 0.800]" in text
+    assert "a/eval-1 pass@1 pass@2 0.500 [0.400, 0.600] 0.750 [0.700, 0.800]" in text
 
 
 def test_prompts_that_are_conversations(tmp_path):

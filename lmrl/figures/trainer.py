@@ -51,8 +51,9 @@ def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool 
         if points:
             axis.plot(steps, values, "o", color=color, markersize=5, linestyle=(0, dashes), linewidth=1.2)
             continue
-        axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.7)
-        axis.plot(steps, running_mean(values), color=color, linewidth=1.8, linestyle=(0, dashes))
+        stride, smooth = max(1, len(steps) // 500), running_mean(values, max(15, len(steps) // 50))
+        axis.plot(steps[::stride], values[::stride], color=color, alpha=0.25, linewidth=0.7)
+        axis.plot(steps[::stride], smooth[::stride], color=color, linewidth=1.8, linestyle=(0, dashes))
     axis.set_xlabel("step")
     return figure
 
