@@ -8,10 +8,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmrl.metrics import tracker_names
 from lmrl.recipes import check_recipe
 
-__all__ = ["TrainConfig", "check_config", "impossible_updates"]
+__all__ = ["TrainConfig", "TRACKERS", "tracker_names", "check_config", "impossible_updates"]
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,17 @@ class TrainConfig:
     def beta_in(self, place: str) -> float:
         """The strength of the KL penalty in the "loss" or in the "reward"; 0 if it stands in the other place."""
         return self.beta if self.kl_in == place else 0.0
+
+
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers in ``report_to``, names with commas between them or "none"; ValueError for another name (section 16)."""
+    names = [] if report_to == "none" else [name.strip() for name in report_to.split(",")]
+    if not set(names) <= TRACKERS.keys():
+        raise ValueError(f"report_to is {report_to!r}; choose from {', '.join(TRACKERS)}, or none")
+    return names
 
 
 def check_config(config: TrainConfig) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lmrl.batch import Rollouts
+from lmrl.config import TRACKERS, tracker_names
 from lmrl.policy import (
     masked_mean,
 )
@@ -38,8 +39,6 @@ __all__ = [
     "read_metrics",
     "MetricsLog",
     "optional_import",
-    "TRACKERS",
-    "tracker_names",
     "tracker_modules",
     "TensorBoard",
     "Tracker",
@@ -240,17 +239,6 @@ def optional_import(module: str, extra: str):
         return import_module(module)
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'lmrl[{extra}]'") from error
-
-
-TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-
-
-def tracker_names(report_to: str) -> list[str]:
-    """The trackers in ``report_to``, names with commas between them or "none"; ValueError for another name (section 16)."""
-    names = [] if report_to == "none" else [name.strip() for name in report_to.split(",")]
-    if not set(names) <= TRACKERS.keys():
-        raise ValueError(f"report_to is {report_to!r}; choose from {', '.join(TRACKERS)}, or none")
-    return names
 
 
 def tracker_modules(report_to: str) -> dict[str, ModuleType]:

@@ -288,6 +288,22 @@ class TrainConfig:
 
 
 # %% [markdown]
+# One setting is a list: where the metrics go (below, TensorBoard and two others).
+
+
+# %% tags=["export:config"]
+TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers in ``report_to``, names with commas between them or "none"; ValueError for another name (section 16)."""
+    names = [] if report_to == "none" else [name.strip() for name in report_to.split(",")]
+    if not set(names) <= TRACKERS.keys():
+        raise ValueError(f"report_to is {report_to!r}; choose from {', '.join(TRACKERS)}, or none")
+    return names
+
+
+# %% [markdown]
 # A setting that cannot work is refused before anything is loaded, with the number and the way out; so are settings that
 # contradict each other (section 14). The trainer asks too.
 
@@ -1514,17 +1530,6 @@ def optional_import(module: str, extra: str):
 
 
 # %% tags=["export:metrics"]
-TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-
-
-def tracker_names(report_to: str) -> list[str]:
-    """The trackers in ``report_to``, names with commas between them or "none"; ValueError for another name (section 16)."""
-    names = [] if report_to == "none" else [name.strip() for name in report_to.split(",")]
-    if not set(names) <= TRACKERS.keys():
-        raise ValueError(f"report_to is {report_to!r}; choose from {', '.join(TRACKERS)}, or none")
-    return names
-
-
 def tracker_modules(report_to: str) -> dict[str, ModuleType]:
     """The modules of `tracker_names`; ImportError for a package that is not installed (section 16)."""
     modules = {}
