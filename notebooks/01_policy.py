@@ -548,17 +548,19 @@ def complete(
         token, logprob = draw_token(logits if t else logits[rows], uniforms[running, t])
         ids[running, t], logprobs[running, t] = token, logprob.double()
         stopped = torch.isin(token, stop)
-        lengths[running] = torch.where(stopped, t + 1, lengths[running])
-        truncated[running] = ~stopped
-
         going = (~stopped).nonzero().squeeze(-1)  # the one synchronisation per token
+        some_stopped = len(going) < len(running)
+        if some_stopped:
+            lengths[running] = torch.where(stopped, t + 1, lengths[running])
+            truncated[running] = ~stopped
         if len(going) == 0 or t + 1 == cap:
             break
-        kept, cache = going if t else rows[going], output.past_key_values
-        if t == 0 or len(going) < len(running):
+        cache, inputs, positions = output.past_key_values, token[:, None], positions[:, -1:] + 1
+        if t == 0 or some_stopped:
+            kept = going if t else rows[going]
             cache.reorder_cache(kept)  # the one selection of rows that every kind of cache has
-        running, inputs = running[going], token[going, None]
-        attention_mask, positions = attention_mask[kept], positions[kept, -1:] + 1
+            running, inputs = running[going], inputs[going]
+            positions, attention_mask = positions[kept], attention_mask[kept]
         attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=1)
     return Samples(ids, logprobs.to(logits.dtype), lengths, truncated)
 

@@ -58,6 +58,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lmrl.baselines import group_advantages
 from lmrl.figures.style import COLORS, explore, new_figure, show
@@ -316,6 +318,80 @@ def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_
 
 
 # %% [markdown]
+# **One token is little work.** After the prompt, a step of decoding reads one token of each row. In a small model that is so
+# little arithmetic that most of the time goes into preparing it: the forward pass of transformers serves every use of a
+# model, and makes masks, tables of positions and copies of shared keys again for each token. So the step is written out here
+# for the commonest design, that of Llama: a layer adds to $x$ first what attention says of the normed $x$, then what the
+# MLP says of it. Attention has one query, the newest token's, and needs no causal mask, only that of the padding. The
+# modules and the cache are the model's own, so there is nothing to synchronise.
+
+
+# %% tags=["export:rollout"]
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys ``[B, heads, d]`` turned by their position's angles ``[B, 1, d]``. Su et al., 2021 (section 11)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class NextToken:
+    """Llama's forward pass for one new token per row, called as the model is; `complete`'s prompts go to ``model`` itself.
+
+    Its logits are the model's, up to rounding. For the models of `has_next_token`, and up to ``length`` positions (section 11).
+    """
+
+    def __init__(self, model, length: int):
+        self.model = model
+        weight = model.model.embed_tokens.weight
+        self.cos, self.sin = model.model.rotary_emb(weight, torch.arange(length, device=weight.device)[None])
+
+    def __call__(self, *, input_ids, attention_mask, position_ids, past_key_values, **options):
+        model, cache = self.model, past_key_values
+        if cache is None or any(type(stored) is not DynamicLayer for stored in cache.layers):
+            tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+            return model(**tensors, past_key_values=cache, **options)
+        mask = attention_mask.bool()[:, None, None]
+        cos, sin = self.cos[0, position_ids], self.sin[0, position_ids]
+        x = model.model.embed_tokens(input_ids[:, 0])
+        for layer, stored in zip(model.model.layers, cache.layers, strict=True):
+            x = x + self.attend(layer.self_attn, layer.input_layernorm(x), stored, mask, cos, sin)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        logits = model.lm_head(model.model.norm(x))
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+
+    def attend(self, attention, x, stored, mask, cos, sin) -> torch.Tensor:
+        """What the ``attention`` of a layer says of ``x`` ``[B, D]``, whose keys and values join the ``stored`` ones."""
+        heads = len(x), -1, attention.head_dim
+        q, k, v = (project(x).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        keys, values = stored.update(rotate(k, cos, sin)[:, :, None], v[:, :, None])
+        queries = rotate(q, cos, sin).view(
+            len(x), keys.shape[1], -1, attention.head_dim
+        )  # those that share keys together
+        read = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=attention.scaling)
+        return attention.o_proj(read.reshape(len(x), -1))
+
+
+# %% [markdown]
+# Whether a model has this design is known by its class. A hook or a replaced `forward` on a part that the written-out step
+# would pass by counts against it; then, as for all other designs, `complete` calls the model itself.
+
+
+# %% tags=["export:rollout"]
+NEXT_TOKEN_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def has_next_token(model) -> bool:
+    """Whether `NextToken` computes what ``model`` does (section 11)."""
+    if type(model).__name__ not in NEXT_TOKEN_MODELS or model.config._attn_implementation != "sdpa":
+        return False
+    layers = model.model.layers
+    passed_by = [model, model.model, model.model.rotary_emb, *layers, *(layer.self_attn for layer in layers)]
+    touched = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in passed_by)
+    return not touched and model.model.rotary_emb.rope_type in ("default", "linear", "llama3", "yarn")
+
+
+# %% [markdown]
 # The sampler reads each *distinct* prompt once, whatever the number of its completions.
 
 
@@ -372,8 +448,9 @@ class TorchSampler:
         uniforms = row_uniforms(prompts, num_generations, self.max_completion_length, seed)
         device = next(self.model.parameters()).device
         prompt_ids, prompt_mask, rows = prompt_ids.to(device), prompt_mask.to(device), rows.to(device)
+        length = prompt_ids.shape[1] + self.max_completion_length
         samples = complete(
-            self.model,
+            NextToken(self.model, length) if has_next_token(self.model) else self.model,
             prompt_ids,
             prompt_mask,
             rows,
@@ -400,6 +477,17 @@ problems, G = train[:4], 8
 sampler = TorchSampler(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, max_completion_length=4)
 rollouts = sampler.generate([tokenizer(problem.prompt).input_ids for problem in problems], G, seed=0)
 print({name: tuple(value.shape) for name, value in rollouts.known().items()})
+
+# %% [markdown]
+# The written-out step says what the model says:
+
+# %%
+uniforms = row_uniforms([[0]], num_generations=len(rollouts), max_completion_length=4, seed=1)
+inputs = rollouts.prompt_ids, rollouts.prompt_mask, torch.arange(len(rollouts)), uniforms
+decode = {"stop_ids": [tokenizer.eos_token_id], "distribution": torch.Tensor.float}
+written_out, asked = (complete(step, *inputs, **decode) for step in (NextToken(model, 64), model))
+assert has_next_token(model) and torch.equal(written_out.ids, asked.ids)
+assert (written_out.logprobs - asked.logprobs).abs().max() < 1e-5
 
 # %% [markdown]
 # Ask again with the prompts in another order and fewer completions of each: those that are drawn are the same ones.

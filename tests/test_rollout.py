@@ -12,8 +12,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lmrl.policy import build_policy, build_tokenizer, completion_logits, gather_logprobs, token_logprobs
-from lmrl.rollout import TorchSampler, require_fit, row_uniforms, truncate
+from lmrl.policy import build_policy, build_tokenizer, complete, completion_logits, gather_logprobs, token_logprobs
+from lmrl.rollout import NextToken, TorchSampler, has_next_token, require_fit, row_uniforms, truncate
 
 
 def sampler_and_prompts(temperature=1.0, **settings):
@@ -166,6 +166,100 @@ def test_every_kind_of_cache_gives_the_scored_logprobs(name):
         scored = token_logprobs(sampler.model, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)
     assert rollouts.sampler_logprobs.dtype == torch.float64
     assert (scored - rollouts.sampler_logprobs)[rollouts.mask].abs().max() < 1e-10
+
+
+SHARED_KEYS = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5}
+LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WRITTEN_OUT = {
+    "llama": SHARED_KEYS | {"rope_parameters": LLAMA_ROPE},
+    "mistral": SHARED_KEYS | {"sliding_window": None},
+    "qwen2": SHARED_KEYS,
+    "qwen3": SHARED_KEYS | {"head_dim": 8},
+}
+
+
+def small_model(name, **settings):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).eval().double()
+
+
+def rows_seen(module):
+    """How many tokens of a row ``module`` reads in each call; a list that grows."""
+    widths = []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append((kwargs["input_ids"] if kwargs else args[0]).shape[-1]), with_kwargs=True
+    )
+    return widths
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_the_written_out_step_is_the_models(name):
+    """Rows of unequal length, of which some end early: the same ids, and the same log-probs to rounding."""
+    model = small_model(name, **WRITTEN_OUT[name])
+    sampler = TorchSampler(model, [2, 7], 0, 12)
+    assert has_next_token(model)
+    written_out = sampler.generate([SHORT, LONG, OTHER], 6, seed=0)
+    assert written_out.mask.sum(1).unique().numel() > 1
+    widths = rows_seen(model)  # a hook: from here on the model itself is asked
+    assert not has_next_token(model)
+    asked = sampler.generate([SHORT, LONG, OTHER], 6, seed=0)
+    assert widths == [7] + [1] * 11
+    assert torch.equal(written_out.completion_ids, asked.completion_ids)
+    assert (written_out.sampler_logprobs - asked.sampler_logprobs).abs().max() < 1e-12
+
+
+def test_the_written_out_step_replaces_all_but_the_prompt():
+    model, counts = small_model("qwen2", **SHARED_KEYS), []
+    step = NextToken(model, 64)
+    model.register_forward_pre_hook(lambda *_: counts.append(1))
+    uniforms = row_uniforms([SHORT], 4, 8, seed=0)
+    prompt = torch.tensor([SHORT]), torch.ones(1, 2, dtype=torch.bool)
+    complete(step, *prompt, torch.zeros(4).long(), uniforms, stop_ids=[-1], distribution=torch.Tensor.double)
+    assert counts == [1]
+
+
+def test_a_cache_that_forgets_goes_to_the_model():
+    model = small_model("mistral", **SHARED_KEYS | {"sliding_window": 3})
+    sampler = TorchSampler(model, [2], 0, 8)
+    assert has_next_token(model)  # what the cache is shows with the prompt
+    rollouts = sampler.generate([SHORT, LONG], 4, seed=0)
+    with torch.no_grad():
+        scored = token_logprobs(model, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids)
+    assert (scored - rollouts.sampler_logprobs)[rollouts.mask].abs().max() < 1e-10
+
+
+def replace_forward(module):
+    module.forward = module.forward
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
+def test_other_designs_are_not_written_out(name):
+    assert not has_next_token(family(name, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda model: model.register_forward_hook(lambda *_: None),
+        lambda model: model.model.register_forward_pre_hook(lambda *_: None),
+        lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
+        lambda model: replace_forward(model.model.layers[0].self_attn),
+        lambda model: replace_forward(model.model.rotary_emb),
+        lambda model: model.set_attn_implementation("eager"),
+    ],
+)
+def test_a_touched_model_is_not_written_out(touch):
+    model = small_model("qwen3", **SHARED_KEYS)
+    assert has_next_token(model)
+    touch(model)
+    assert not has_next_token(model)
+
+
+def test_positions_that_depend_on_the_length_are_not_written_out():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not has_next_token(small_model("llama", **SHARED_KEYS | {"rope_parameters": rope}))
 
 
 def test_a_prompt_that_occurs_twice_gets_the_next_samples():
