@@ -611,15 +611,13 @@ def check_signal(probe: Probe) -> tuple[str, ...]:
         examples = others[start : start + size]
         prompts = [encode_prompt(probe.tokenizer, example.prompt) for example in examples]
         found = torch.cat([found, tied(probe.grade(probe.generate(prompts, seed=3), examples), probe.config)])
-    count, equal = len(found), int(found.sum())
-    what = "groups" if probe.config.advantage_estimator in BY_GROUP else "batches"
-    finding = f"the rewards are equal in {equal} of {count} {what}"
-    remedy = (
-        "no advantage differs from 0 there: take prompts that succeed sometimes, a reward with steps between, or a "
-    )
-    remedy += f"greater num_generations than {probe.config.num_generations} (section 13)"
+    count, equal, size = len(found), int(found.sum()), probe.config.num_generations
+    finding, remedy = f"the rewards are equal in {equal} of {count} batches", ""
+    if probe.config.advantage_estimator in BY_GROUP:
+        finding, remedy = finding.replace("batches", "groups"), f", or more num_generations than {size} (section 13)"
+    remedy = "they teach nothing: take prompts that succeed sometimes, or a reward with steps between" + remedy
     if equal == count:
-        return "fail", f"{finding}, mostly {probe.graded.rewards[probe.graded.graded].median():.3g}", remedy
+        return "fail", f"{finding}, the first {float(probe.graded.rewards[probe.graded.graded][0]):.3g}", remedy
     return ("warn", finding, remedy) if equal > 0.75 * count else ("pass", finding)
 
 

@@ -33,6 +33,7 @@ from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task, load_task
 from lmrl.trainer import Trainer
 from lmrl.values import build_critic
+from lmrl.vllm_rollout import VLLMSampler
 
 SMALL = TrainConfig(per_device_train_batch_size=64, num_generations=4, max_completion_length=4)
 
@@ -468,6 +469,17 @@ def test_a_sampler_in_lower_precision():
     assert problems(trainer) == []
 
 
+@pytest.mark.vllm
+def test_a_real_engine(monkeypatch):
+    trainer = tiny(temperature=0.8, beta=0.1)
+    stops = stop_token_ids(trainer.tokenizer, trainer.model)
+    with VLLMSampler(trainer.model, stops, 0, trainer.config.max_completion_length, 0.8, block_size=32) as engine:
+        trainer.sampler = engine
+        assert problems(trainer) == []
+        monkeypatch.setattr(engine, "sync", lambda model: None)
+        assert_only(trainer, "weight sync", "fail", "it has the weights of before")
+
+
 # --- models -----------------------------------------------------------------------------------------------------------------
 
 
@@ -578,7 +590,7 @@ def of_the_prompt(prompts, completions, **columns):
         (trips_over_nothing, "reward", "fail", ["IndexError", "asked about an empty completion", "for any text"]),
         (all_none, "reward", "fail", ["none of 64 completions could be graded", "None cases"]),
         (mostly_none, "reward", "warn", ["40 of 64 not gradable", "None cases"]),
-        (constant, "signal", "fail", ["equal in 80 of 80 groups", "0.25", "num_generations than 4"]),
+        (constant, "signal", "fail", ["equal in 80 of 80 groups", "0.25", "more num_generations than 4"]),
         (of_the_prompt, "signal", "fail", ["equal in 80 of 80 groups"]),
     ],
 )
