@@ -1,12 +1,12 @@
 """Log-probs without the logits: time relative to materialised logits and to the matrix products, and memory.
 
 python benchmarks/logprobs.py              # 2 interleaved rounds, one thread: under six minutes
-python benchmarks/logprobs.py --rounds 5   # medians of 5
+python benchmarks/logprobs.py --rounds 7 --only fused materialised   # medians of 7, of the rows with these words alone
 
 Each row computes the value and the gradients (hidden states, weight) of a clipped PPO loss in float32. mm3 is the three
 matrix products that materialised logits need, mm4 has one recomputation more; "floor" is the time relative to the one
-that applies. With one thread, seconds are those of the CPU, so that neighbours disturb less. Memory is the growth of the peak resident size of a process that does nothing else, the weight's gradient
-included. TRL and Liger take part where they are installed.
+that applies. With one thread, seconds are those of the CPU, so that neighbours disturb less. Memory is the growth of the peak resident size of a process that does nothing else, the weight's
+gradient included. TRL and Liger take part where they are installed.
 """
 
 import argparse
@@ -162,12 +162,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="rows whose names hold one of the words"
+    )
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         return measure(*arguments.measure)
     torch.set_num_threads(arguments.threads)
-    rows = available()
+    needed = "mm3", "mm4", "materialised log-softmax + gather"
+    rows = [name for name in available() if name in needed or any(word in name for word in arguments.only)]
     progress = tqdm(total=len(SHAPES) * len(rows) * (arguments.rounds + 1), disable=None)
     for shape in SHAPES:
         inputs, times, memory = problem(shape), {row: [] for row in rows}, {}

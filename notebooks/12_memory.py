@@ -114,7 +114,7 @@ def training_bytes(
     if optim not in OPTIMIZERS:
         raise ValueError(f"optim is {optim!r}; choose one of {', '.join(OPTIMIZERS)}")
     if master_weights and dtype == torch.float32:
-        raise ValueError("master_weights is for bfloat16: float32 weights are already what the optimiser steps")
+        raise ValueError("master_weights is for bfloat16 and float16: float32 weights are already what the optimiser steps")
     stepped = 4 if master_weights else dtype.itemsize
     counters = 4 * tensors if OPTIMIZERS[optim] else 0
     return {
@@ -1003,7 +1003,8 @@ classic = replace(classic, gradient_checkpointing=True)
 show(
     memory_bars(plan(shapes["1.7B"], classic)),
     caption="A PPO step with everything while it learns, for a policy of 1.7 billion parameters and 16 completions of up to 1024 "
-    "tokens, with gradient checkpointing. The two models that learn are most of it, and the optimiser is half of each.",
+    "tokens, with gradient checkpointing. From dark to light: weights, gradients, float32 weights, optimiser. The two models that "
+    "learn are most of it, and the optimiser is half of each.",
     alt="Horizontal bars in GiB. Policy and critic 26 each, in four parts of which the optimiser is half; reference, reward "
     "model and engine 3 each; the batch less than half a model that learns; their sum; dashed lines at the sizes of GPUs.",
 )
