@@ -265,7 +265,7 @@ def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) 
 MAY_CHANGE = {"max_steps", "save_steps", "save_total_limit", "num_eval_problems", "num_eval_generations", "device"}
 MAY_CHANGE |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # with the same product
 MAY_CHANGE |= {"vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode"}
-MAY_CHANGE |= {"reward", "report_to"}  # a file that has moved; who is told
+MAY_CHANGE |= {"reward", "report_to", "preflight"}  # a file that has moved; who is told; a check of the beginning
 
 
 def changed_settings(record: dict, config: TrainConfig) -> list[str]:

@@ -144,7 +144,7 @@ def train(config: TrainConfig) -> int:
         left = f"{len(trainer.task.train)} prompts to train on and {len(trainer.task.heldout)} held out are left"
         print(f"{trainer.dropped_prompts} prompts of more than {config.max_prompt_length} tokens dropped; {left}")
     with trainer.sampler if config.use_vllm else nullcontext():
-        if config.preflight:
+        if config.preflight and config.resume is None:  # a run that goes on has left its beginning
             require_preflight(trainer)
         result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"

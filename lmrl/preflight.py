@@ -31,7 +31,7 @@ from lmrl.rewards import RewardError, describe, score_completions
 from lmrl.rollout import truncate
 from lmrl.signal import tied_groups
 from lmrl.tasks import Example, encode_prompt
-from lmrl.trainer import Trainer, grade, in_pieces, score, token_budget
+from lmrl.trainer import Trainer, decode, grade, in_pieces, score, token_budget
 from lmrl.trust_region import kl_k3
 from lmrl.vllm_rollout import generators_kept
 
@@ -273,7 +273,7 @@ def check_completions(probe: Probe) -> tuple[str, ...]:
             "the sampler must take the ids as they are: no second BOS, no decoding and encoding, nothing cut",
         )
     mean = float(rollouts.mask.sum(1).float().mean())
-    return "pass", f"{len(rollouts)} to {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
+    return "pass", f"{len(rollouts)} for {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
 
 
 def check_stop(probe: Probe) -> tuple[str, ...]:
@@ -617,7 +617,9 @@ def check_signal(probe: Probe) -> tuple[str, ...]:
         finding, remedy = finding.replace("batches", "groups"), f", or more num_generations than {size} (section 13)"
     remedy = "they teach nothing: take prompts that succeed sometimes, or a reward with steps between" + remedy
     if equal == count:
-        return "fail", f"{finding}, the first {float(probe.graded.rewards[probe.graded.graded][0]):.3g}", remedy
+        row = int(probe.graded.graded.nonzero()[0])
+        text, reward = decode(probe.tokenizer, probe.graded)[row], float(probe.graded.rewards[row])
+        return "fail", f"{finding}; {text[:40]!r} got {reward:.3g}", remedy
     return ("warn", finding, remedy) if equal > 0.75 * count else ("pass", finding)
 
 
@@ -702,7 +704,7 @@ def ask_check(name: str, function: Callable, probe: Probe) -> Check:
     try:
         return Check(name, *function(probe))
     except Exception as error:
-        return Check(name, "fail", describe(error), "this came from your set-up or from lmrl: the message says which")
+        return Check(name, "fail", describe(error), "look there; where that is no code of yours, lmrl is at fault")
 
 
 def preflight_table(checks: list[Check]) -> str:

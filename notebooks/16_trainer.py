@@ -1933,7 +1933,7 @@ def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) 
 MAY_CHANGE = {"max_steps", "save_steps", "save_total_limit", "num_eval_problems", "num_eval_generations", "device"}
 MAY_CHANGE |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # with the same product
 MAY_CHANGE |= {"vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode"}
-MAY_CHANGE |= {"reward", "report_to"}  # a file that has moved; who is told
+MAY_CHANGE |= {"reward", "report_to", "preflight"}  # a file that has moved; who is told; a check of the beginning
 
 
 def changed_settings(record: dict, config: TrainConfig) -> list[str]:
@@ -2414,6 +2414,7 @@ def check_bos(probe: Probe) -> tuple[str, ...]:
     return "pass", f"each prompt begins with 1 BOS ({bos}, id {tokenizer.bos_token_id})"
 
 
+# %% tags=["export:preflight"]
 def check_markers(probe: Probe) -> tuple[str, ...]:
     """No prompt has been through the chat template before."""
     tokenizer = probe.tokenizer
@@ -2470,9 +2471,14 @@ def check_completions(probe: Probe) -> tuple[str, ...]:
             "the sampler must take the ids as they are: no second BOS, no decoding and encoding, nothing cut",
         )
     mean = float(rollouts.mask.sum(1).float().mean())
-    return "pass", f"{len(rollouts)} to {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
+    return "pass", f"{len(rollouts)} for {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
 
 
+# %% [markdown]
+# Stop tokens and the flag of truncation belong together: a completion ends with the one, or it has the other, at the cap.
+
+
+# %% tags=["export:preflight"]
 def check_stop(probe: Probe) -> tuple[str, ...]:
     """Finished completions end with a stop token that is trained."""
     rollouts, ends = probe.rollouts, used_columns(probe.rollouts.mask) - 1
@@ -2502,6 +2508,7 @@ def check_stop(probe: Probe) -> tuple[str, ...]:
     return "pass", f"{finished} of {finished} finished completions end with a trained stop token"
 
 
+# %% tags=["export:preflight"]
 def check_truncation(probe: Probe) -> tuple[str, ...]:
     """Few completions are cut off."""
     share, cap = float(probe.rollouts.truncated.float().mean()), probe.config.max_completion_length
@@ -2534,6 +2541,7 @@ def check_ratio(probe: Probe) -> tuple[str, ...]:
     return "pass", f"scored three times, all ratios are {f'within {error:.1g} of' if error else 'exactly'} 1"
 
 
+# %% tags=["export:preflight"]
 def check_alignment(probe: Probe) -> tuple[str, ...]:
     """The trainer's log-probs are the model's own."""
     picked, ids = probe.picked, probe.rollouts.completion_ids[probe.picked]
@@ -2556,14 +2564,7 @@ def check_alignment(probe: Probe) -> tuple[str, ...]:
 
 # %% [markdown]
 # **The sampler's log-probs.** They are compared with what the plain call gives at the run's temperature, top-k, top-p and min-p.
-# If they are far off, the first question is whether *another* temperature fits them, and which. What is then left is the gap
-# that section 14 corrects.
-#
-# Log-probs can be right and the draws still come from elsewhere: an engine that samples at one temperature and reports at
-# another, or takes the likeliest token. If a token is drawn from $q$, the expectation of its $-\log q$ is the entropy
-# $H(q)$. So the sum of $-\log q(a_t) - H(q_t)$ over the tokens has mean 0, and a variance that is known too,
-# $\sum_t \mathrm{Var}_{q_t}[\log q_t]$; in units of its root, a sum beyond ±6 does not happen by chance. (The last token of
-# a long row was picked because it is the last, that is, often a stop token; here it does not count.)
+# If they are far off, the first question is whether *another* temperature fits them, and which.
 
 
 # %% tags=["export:preflight"]
@@ -2599,6 +2600,7 @@ def fitted_temperature(logits: Tensor, rollouts: Rollouts, picked: Tensor, confi
     return fit if inside and difference(fit) < difference(config.temperature) / 3 else config.temperature
 
 
+# %% tags=["export:preflight"]
 def check_temperature(probe: Probe) -> tuple[str, ...]:
     """No other temperature than the setting fits the sampler."""
     wanted, found = probe.config.temperature, probe.temperature
@@ -2611,6 +2613,15 @@ def check_temperature(probe: Probe) -> tuple[str, ...]:
     return "pass", f"no temperature fits the sampler's log-probs better than the setting, {wanted:g}"
 
 
+# %% [markdown]
+# Log-probs can be right and the draws still come from elsewhere: an engine that samples at one temperature and reports at
+# another, or takes the likeliest token. If a token is drawn from $q$, the expectation of its $-\log q$ is the entropy
+# $H(q)$. So the sum of $-\log q(a_t) - H(q_t)$ over the tokens has mean 0, and a variance that is known too,
+# $\sum_t \mathrm{Var}_{q_t}[\log q_t]$; in units of its root, a sum beyond ±6 does not happen by chance. (The last token of
+# a long row was picked because it is the last, that is, often a stop token; here it does not count.)
+
+
+# %% tags=["export:preflight"]
 def surprise_score(logits: Tensor, ids: Tensor) -> float:
     """How far the sum of -log q - H(q) of drawn tokens is from 0, in standard deviations; ``[n, V]`` and ``[n]``."""
     logq = logits.log_softmax(-1)
@@ -2622,6 +2633,7 @@ def surprise_score(logits: Tensor, ids: Tensor) -> float:
     return float(surprise[inside].sum() / variance[inside].sum().clamp(min=1e-6).sqrt())
 
 
+# %% tags=["export:preflight"]
 def check_draws(probe: Probe) -> tuple[str, ...]:
     """Tokens are drawn from the distribution that is reported."""
     early = torch.arange(probe.picked.shape[1], device=probe.picked.device) < 4
@@ -2639,6 +2651,12 @@ def check_draws(probe: Probe) -> tuple[str, ...]:
     return "fail" if abs(z) > 6 else "warn", finding, remedy
 
 
+# %% [markdown]
+# What is left at the temperature that fits is the gap that section 14 corrects, if it is small: up to a tenth of a nat it is a
+# matter of precision, beyond it sampler and trainer compute different things.
+
+
+# %% tags=["export:preflight"]
 def check_gap(probe: Probe) -> tuple[str, ...]:
     """The sampler's log-probs are the trainer's."""
     arguments = probe.logits, probe.rollouts, probe.picked, probe.config
@@ -2697,6 +2715,7 @@ def weights_changed(model, but: str | None = None) -> Iterator[None]:
             weight.copy_(zeros)
 
 
+# %% tags=["export:preflight"]
 def check_sync(probe: Probe) -> tuple[str, ...]:
     """New weights reach the sampler, every one."""
     model, config = probe.model, probe.config
@@ -2789,6 +2808,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+# %% tags=["export:preflight"]
 def grade_odd_texts(probe: Probe) -> None:
     """Ask the reward for an empty completion and one of random tokens; raises what it raises (section 16)."""
     size, generator = probe.config.max_completion_length, torch.Generator().manual_seed(0)
@@ -2804,6 +2824,7 @@ def grade_odd_texts(probe: Probe) -> None:
         ) from error
 
 
+# %% tags=["export:preflight"]
 def check_reward(probe: Probe) -> tuple[str, ...]:
     """The reward function answers, in time, for any text."""
     count, started = len(probe.rollouts), time.perf_counter()
@@ -2864,7 +2885,9 @@ def check_signal(probe: Probe) -> tuple[str, ...]:
         finding, remedy = finding.replace("batches", "groups"), f", or more num_generations than {size} (section 13)"
     remedy = "they teach nothing: take prompts that succeed sometimes, or a reward with steps between" + remedy
     if equal == count:
-        return "fail", f"{finding}, the first {float(probe.graded.rewards[probe.graded.graded][0]):.3g}", remedy
+        row = int(probe.graded.graded.nonzero()[0])
+        text, reward = decode(probe.tokenizer, probe.graded)[row], float(probe.graded.rewards[row])
+        return "fail", f"{finding}; {text[:40]!r} got {reward:.3g}", remedy
     return ("warn", finding, remedy) if equal > 0.75 * count else ("pass", finding)
 
 
@@ -2960,7 +2983,7 @@ def ask_check(name: str, function: Callable, probe: Probe) -> Check:
     try:
         return Check(name, *function(probe))
     except Exception as error:
-        return Check(name, "fail", describe(error), "this came from your set-up or from lmrl: the message says which")
+        return Check(name, "fail", describe(error), "look there; where that is no code of yours, lmrl is at fault")
 
 
 # %% [markdown]
@@ -3092,7 +3115,7 @@ def train(config: TrainConfig) -> int:
         left = f"{len(trainer.task.train)} prompts to train on and {len(trainer.task.heldout)} held out are left"
         print(f"{trainer.dropped_prompts} prompts of more than {config.max_prompt_length} tokens dropped; {left}")
     with trainer.sampler if config.use_vllm else nullcontext():
-        if config.preflight:
+        if config.preflight and config.resume is None:  # a run that goes on has left its beginning
             require_preflight(trainer)
         result = run(trainer, plot)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
