@@ -590,7 +590,7 @@ def of_the_prompt(prompts, completions, **columns):
         (trips_over_nothing, "reward", "fail", ["IndexError", "asked about an empty completion", "for any text"]),
         (all_none, "reward", "fail", ["none of 64 completions could be graded", "None cases"]),
         (mostly_none, "reward", "warn", ["40 of 64 not gradable", "None cases"]),
-        (constant, "signal", "fail", ["equal in 80 of 80 groups", "0.25", "more num_generations than 4"]),
+        (constant, "signal", "fail", ["equal in 80 of 80 groups; '", "' got 0.25 ", "more num_generations than 4"]),
         (of_the_prompt, "signal", "fail", ["equal in 80 of 80 groups"]),
     ],
 )
