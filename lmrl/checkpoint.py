@@ -304,7 +304,7 @@ def restore(trainer, checkpoint: Path) -> None:
     for what, fingerprint in fingerprints(trainer).items():
         if record[what] != fingerprint:
             raise ValueError(
-                f"the {what} are not those with which {checkpoint} was written: give them back, or start anew"
+                f"the run's {what} changed since {checkpoint} was written; give back what there was, or start a new run"
             )
 
     def part(name: str) -> dict[str, Tensor]:

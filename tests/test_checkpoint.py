@@ -321,6 +321,14 @@ def record_of(config, step=4):
     return {"step": step, "config": json.loads(json.dumps(asdict(config)))}
 
 
+def refusal(function, *arguments):
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing is refused"
+
+
 def test_the_same_settings_have_no_changes():
     assert changed_settings(record_of(SMALL), replace(SMALL, resume="runs/r")) == []
 
@@ -359,9 +367,8 @@ def test_half_as_much_at_once_and_twice_as_often_is_the_same_run():
     ],
 )
 def test_what_makes_another_run_is_refused_with_both_values(name, value):
-    message = f"{name}: {getattr(SMALL, name)} -> {value}.*Leave that out, or start a new run"
-    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
-        changed_settings(record_of(SMALL), replace(SMALL, **{name: value}))
+    message = refusal(changed_settings, record_of(SMALL), replace(SMALL, **{name: value}))
+    assert f"{name}: {getattr(SMALL, name)} -> {value}" in message and "Leave that out, or start a new run" in message
 
 
 def test_a_run_cannot_end_before_where_it_is():
@@ -390,12 +397,10 @@ def test_other_prompts_or_another_reference_are_refused_and_change_nothing(tmp_p
     checkpoint = write_checkpoint(first, tmp_path)
     other = make_trainer(settings)
     other.reference.lm_head.weight.data[0, 0] += 1e-6
-    with pytest.raises(ValueError, match="the reference are not those with which .*step-000001 was written"):
-        restore(other, checkpoint)
+    assert re.search("the run.s reference changed since .*step-000001 was written", refusal(restore, other, checkpoint))
     other = make_trainer(settings)
     other.task.train[3] = Example("9+9=", {"answer": "18"})
-    with pytest.raises(ValueError, match="the prompts are not those"):
-        restore(other, checkpoint)
+    assert "the run's prompts changed" in refusal(restore, other, checkpoint)
     assert torch.equal(parameters(other), parameters(make_trainer(settings))) and other.steps_done == 0
 
 
@@ -418,11 +423,11 @@ def metrics_file(tmp_path):
 
 def test_metrics_are_read_up_to_a_step_and_a_torn_end_is_left_out(metrics_file):
     expected = [{"step": step, "reward": step / 7} for step in range(1, 6)]
+    assert read_metrics(metrics_file, 0) == []
     assert read_metrics(metrics_file) == expected and read_metrics(metrics_file, 3) == expected[:3]
     with metrics_file.open("a") as file:
         file.write('{"step": 6, "rew')
     assert read_metrics(metrics_file) == expected and read_metrics(metrics_file, 5) == expected
-    assert read_metrics(metrics_file, 0) == []
 
 
 @pytest.mark.parametrize("damaged", ['{"step": 2, "rew', "[1, 2]", "\x00\x00\x00", '{"reward": 1.0}'])

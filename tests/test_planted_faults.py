@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_logprobs import batch  # noqa: F401  fixtures of the checks
+from test_checkpoint import metrics_file, run_folder  # noqa: F401  fixtures of the checks
+from test_logprobs import batch  # noqa: F401
 from test_models import folder  # noqa: F401
 from test_policy import policy, tokenizer  # noqa: F401
 from test_tree import tree, uniform  # noqa: F401
@@ -1078,30 +1079,82 @@ def critic_values_one_token_late(forward):
 RATES = "test_trainer.py::test_every_step_has_its_own_seed_and_learning_rate_and_tells_the_sampler"
 
 
-@planted("lmrl.trainer.Trainer.update", ACCUMULATION, loss_type="dapo", beta=0.0)
-def optimizer_stepped_per_micro_batch(update):
-    return edited(update, "piece_loss.backward()", "piece_loss.backward(); self.optimizer.step()")
+@planted("lmrl.trainer.Trainer.learn", ACCUMULATION, loss_type="dapo", beta=0.0)
+def optimizer_stepped_per_micro_batch(learn):
+    return edited(learn, "piece_loss.backward()", "piece_loss.backward(); self.learner.step()")
 
 
-@planted("lmrl.trainer.Trainer.update", ACCUMULATION, loss_type="dapo", beta=0.0)
-def gradient_clipped_per_micro_batch(update):
+@planted("lmrl.trainer.Trainer.learn", ACCUMULATION, loss_type="dapo", beta=0.0)
+def gradient_clipped_per_micro_batch(learn):
     clip = "torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)"
-    return edited(update, "piece_loss.backward()", f"piece_loss.backward(); {clip}")
+    return edited(learn, "piece_loss.backward()", f"piece_loss.backward(); {clip}")
 
 
-@planted("lmrl.trainer.Trainer.update", UPDATE, loss_type="dapo", settings=CENTRED)
-def gradient_not_clipped(update):
-    return edited(update, "config.max_grad_norm", "1e9")
+@planted("lmrl.trainer.Learner.step", UPDATE, loss_type="dapo", settings=CENTRED)
+def gradient_not_clipped(step):
+    return edited(step, "self.config.max_grad_norm", "1e9")
 
 
-@planted("lmrl.trainer.Trainer.update", UPDATE, loss_type="dapo", settings=CENTRED)
-def gradients_of_the_last_pass_kept(update):
-    return edited(update, "self.optimizer.zero_grad()", "pass")
+@planted("lmrl.trainer.Learner.zero_grad", UPDATE, loss_type="dapo", settings=CENTRED)
+def gradients_of_the_last_pass_kept(zero_grad):
+    return lambda self: None
 
 
-@planted("lmrl.trainer.Trainer.update", UPDATE, loss_type="dapo", settings=CENTRED)
-def learning_rate_schedule_stepped_per_iteration(update):
-    return edited(update, "self.optimizer.step()", "self.optimizer.step(); self.schedule.step()")
+@planted("lmrl.trainer.Learner.step", UPDATE, loss_type="dapo", settings=CENTRED)
+def learning_rate_schedule_stepped_per_iteration(step):
+    return edited(step, "self.optimizer.step()", "self.optimizer.step(); self.start(1)")
+
+
+OPTIONS = "test_trainer_options.py::"
+
+
+@planted("lmrl.trainer.Learner.step", OPTIONS + "test_a_gradient_that_is_not_finite_changes_nothing")
+def step_along_a_gradient_that_is_not_finite(step):
+    return edited(step, "if math.isfinite(norm):", "if True:")
+
+
+@planted(
+    "lmrl.trainer.Learner.round", OPTIONS + "test_master_weights_are_those_of_a_float32_model_and_small_steps_add_up"
+)
+@planted("lmrl.trainer.Learner.round", OPTIONS + "test_a_run_in_bfloat16_with_master_weights")
+def master_weights_read_back_from_the_rounded_ones(round):
+    return edited(round, "weight.copy_(master)", "weight.copy_(master); master.copy_(weight)")
+
+
+@planted("lmrl.trainer.Learner.step", OPTIONS + "test_float16_sees_small_gradients_and_their_true_norm")
+def gradient_clipped_before_the_loss_scale_is_taken_out(step):
+    return edited(step, ".div_(self.scale)", "")  # AdamW alone would not notice
+
+
+@planted("lmrl.trainer.Trainer.learn", OPTIONS + "test_float16_sees_small_gradients_and_their_true_norm")
+def loss_scaled_after_the_fused_loss_has_rounded_its_gradients(learn):
+    after = "config, self.reference)\n        "
+    return edited(
+        learn, f"weights * scale, {after}piece_loss.backward()", f"weights, {after}(piece_loss * scale).backward()"
+    )
+
+
+PARTS = OPTIONS + "test_mini_batches_are_steps_on_parts_of_the_batch"
+
+
+@planted("lmrl.trainer.needs_old_logprobs", PARTS, loss_type="dapo")
+def old_logprobs_taken_after_the_first_mini_batch(needs_old_logprobs):
+    return lambda config: needs_old_logprobs(replace(config, num_mini_batches=1))
+
+
+@planted("lmrl.trainer.mini_batches", PARTS, loss_type="dapo")
+def mini_batches_normalised_over_the_whole_batch(mini_batches):
+    return edited(mini_batches, "weights[trained]", "weights[trained] / config.num_mini_batches")
+
+
+@planted("lmrl.trainer.token_advantages", OPTIONS + "test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens_of_the_loss", masked=True)  # fmt: skip
+def whitening_over_tokens_that_are_not_trained(token_advantages):
+    return edited(token_advantages, "loss_mask(rollouts, config.mask_truncated_completions)", "mask")
+
+
+@planted("lmrl.trainer.Trainer.update", OPTIONS + "test_target_kl_leaves_the_batch_before_the_step_that_is_too_far")
+def batch_left_one_step_late(update):
+    return edited(update, "self.config.target_kl if steps", "self.config.target_kl if len(steps) > 3")
 
 
 @planted("lmrl.trainer.learning_rate_factor", "test_trainer.py::test_learning_rate_schedule")
@@ -1409,3 +1462,116 @@ def the_alarm_hangs_on_the_arithmetic_mean(mismatch_alarm):
 @planted("lmrl.mismatch.mismatch_alarm", "test_mismatch.py::test_the_alarm_hangs_on_the_geometric_mean", ratio=float("nan"), alarms=True)  # fmt: skip
 def a_nan_raises_no_alarm(mismatch_alarm):
     return edited(mismatch_alarm, "if low <= ratio <= high:", "if not (ratio < low or ratio > high):")
+
+
+# --- a run that goes on -------------------------------------------------------------------------------------------------
+
+RESUMED = "test_checkpoint.py::test_a_restored_trainer_takes_the_same_steps"
+
+
+def forgetting(restore, line):
+    return edited(restore, line, "pass")
+
+
+@planted("lmrl.checkpoint.load_optimizer", "test_checkpoint.py::test_pitfall_22_forgotten_moments_end_elsewhere")
+@planted("lmrl.checkpoint.load_optimizer", RESUMED, name="grpo")
+def the_moments_are_forgotten(load_optimizer):
+    return lambda optimizer, tensors: None
+
+
+@planted("lmrl.checkpoint.load_optimizer", RESUMED, name="grpo")
+def the_count_of_steps_is_forgotten(load_optimizer):
+    """Adam's correction for having begun at zero starts again."""
+    return edited(load_optimizer, "value.clone()", 'value.clone() if name != "step" else torch.zeros(())')
+
+
+@planted("lmrl.checkpoint.restore", RESUMED, name="grpo")
+@planted("lmrl.checkpoint.restore", "test_checkpoint.py::test_pitfall_22_no_prompt_is_asked_twice_or_left_out", stop=2)
+def the_pass_over_the_data_starts_again(restore):
+    return forgetting(restore, 'trainer.batches.waiting = tensors["data.waiting"].tolist()')
+
+
+@planted("lmrl.checkpoint.restore", RESUMED, name="grpo")
+@planted("lmrl.checkpoint.restore", "test_checkpoint.py::test_pitfall_22_no_prompt_is_asked_twice_or_left_out", stop=5)
+def the_generator_of_the_data_is_forgotten(restore):
+    return forgetting(restore, 'trainer.batches.generator.set_state(tensors["data.generator"])')
+
+
+@planted("lmrl.checkpoint.restore", RESUMED, name="grpo")
+def the_generator_of_the_sampling_is_forgotten(restore):
+    return forgetting(restore, 'trainer.sampling.set_state(tensors["sampling.generator"])')
+
+
+@planted("lmrl.checkpoint.restore", RESUMED, name="grpo")
+def the_learning_rate_starts_again(restore):
+    return forgetting(restore, 'trainer.steps_done = record["step"]')
+
+
+@planted("lmrl.checkpoint.restore", "test_checkpoint.py::test_the_sampler_is_told_of_the_weights")
+def the_engine_keeps_the_old_weights(restore):
+    return forgetting(restore, "trainer.sampler.sync(trainer.model)")
+
+
+@planted("lmrl.checkpoint.restore", RESUMED, name="ppo")
+def the_critic_starts_again(restore):
+    return forgetting(restore, 'trainer.critic.load_state_dict(part("critic"))')
+
+
+@planted("lmrl.checkpoint.restore", RESUMED, name="ppo")
+def the_moments_of_the_critic_are_forgotten(restore):
+    return forgetting(restore, 'load_learner(trainer.critic_learner, part("critic_learner"))')
+
+
+@planted("lmrl.checkpoint.load_learner", RESUMED, name="bfloat16 with masters")
+def masters_made_anew_of_rounded_weights(load_learner):
+    return edited(load_learner, "master.copy_", "(lambda saved: master.copy_(saved.bfloat16()))")
+
+
+@planted(
+    "lmrl.checkpoint.load_learner", "test_checkpoint.py::test_the_loss_scale_and_the_counts_of_skipped_steps_are_kept"
+)
+def the_loss_scale_starts_again(load_learner):
+    return edited(load_learner, "learner.scale, *counts", "_, *counts")
+
+
+TORN = "test_checkpoint.py::test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken"
+
+
+@planted("lmrl.checkpoint.damage", TORN, file="model.safetensors", fault="torn")
+@planted("lmrl.checkpoint.damage", TORN, file="trainer/state.safetensors", fault="one bit flipped")
+def a_torn_file_is_taken(damage):
+    return edited(damage, "sums.get(name) != sha256(checkpoint / name)", "False")
+
+
+@planted("lmrl.checkpoint.damage", TORN, file="tokenizer.json", fault="missing")
+def a_missing_file_is_taken(damage):
+    return edited(damage, "{RECORD, TENSORS, *sums, *present}", "present")
+
+
+@planted("lmrl.checkpoint.damage", "test_checkpoint.py::test_a_list_of_sums_that_ends_early_or_is_empty_is_not_taken")
+def files_without_a_sum_are_taken(damage):
+    return edited(damage, "sums.get(name) !=", "name in sums and sums[name] !=")
+
+
+@planted("lmrl.checkpoint.prune_checkpoints", "test_checkpoint.py::test_the_newest_and_the_best_are_kept")
+def the_best_checkpoint_is_removed(prune_checkpoints):
+    return edited(prune_checkpoints, "if checkpoint != best:", "if True:")
+
+
+@planted("lmrl.checkpoint.prune_checkpoints", "test_checkpoint.py::test_the_newest_and_the_best_are_kept")
+def the_oldest_checkpoints_are_kept(prune_checkpoints):
+    return edited(prune_checkpoints, "[: -limit if limit else 0]", "[limit or 99 :]")
+
+
+@planted("lmrl.checkpoint.changed_settings", "test_checkpoint.py::test_what_makes_another_run_is_refused_with_both_values",
+         name="seed", value=1)  # fmt: skip
+def any_setting_may_change(changed_settings):
+    return edited(changed_settings, "if name not in MAY_CHANGE", "if False")
+
+
+@planted(
+    "lmrl.checkpoint.fingerprints",
+    "test_checkpoint.py::test_other_prompts_or_another_reference_are_refused_and_change_nothing",
+)
+def another_reference_is_taken(fingerprints):
+    return edited(fingerprints, "if trainer.reference is not None:", "if False:")
