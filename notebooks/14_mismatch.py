@@ -2523,14 +2523,15 @@ def copies_in_use(engine_model, place: str, weight: Tensor) -> list[Tensor]:
 
 
 def stale_weights(engine_model, weights: dict[str, Tensor], places: dict) -> list[str]:
-    """The names of those ``weights`` of which a copy in the engine has another checksum (section 14)."""
+    """The names of those ``weights`` of which a copy in the engine has another checksum and other values (section 14)."""
     stale = []
     for name, weight in weights.items():
         place, first = places[name]
         for held in copies_in_use(engine_model, place, weight):
             whole = weight.ndim == 1 or held.shape[-1] == weight.shape[-1]
             wanted = weight if whole else weight[:, probed_columns(weight)]
-            if checksum(held[first : first + len(weight)]) != checksum(wanted.to(held.dtype)):
+            held, wanted = held[first : first + len(weight)], wanted.to(held.dtype)
+            if checksum(held) != checksum(wanted) and not held.equal(wanted):  # a product has no -0.0
                 stale.append(name)
     return stale
 
@@ -2642,6 +2643,7 @@ class VLLMSampler:
         self.stop_ids, self.pad_id, self.max_completion_length = stop_ids, pad_id, max_completion_length
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.device, self.vocabulary = model.device, model.get_input_embeddings().num_embeddings
+        self.shapes = {name: weight.shape for name, weight in policy_weights(model).items()}
         self.sleeps, self.asleep = enable_sleep_mode and self.device.type == "cuda", False
         self.set_num_threads = torch.set_num_threads  # vLLM on a CPU takes it away
         self.engine = start_engine(
@@ -2710,7 +2712,11 @@ class VLLMSampler:
             )
 
     def sync(self, model) -> None:
-        """Take over the weights of ``model``, as `push_weights`."""
+        """Take over the weights of ``model``, as `push_weights`; ValueError if one has not the shape it had at the start."""
+        for name, weight in policy_weights(model).items():
+            if weight.shape != self.shapes.get(name, weight.shape):
+                shapes = f"{list(weight.shape)}, but {list(self.shapes[name])}"
+                raise ValueError(f"{name} has the shape {shapes} in the engine: it was started for another model")
         self.wake()
         with generators_kept():
             push_weights(self.engine, model)
@@ -2724,7 +2730,9 @@ class VLLMSampler:
             self.asleep = True
 
     def wake(self) -> None:
-        """Come back from `sleep`; RuntimeError if the weights came back otherwise than they went."""
+        """Come back from `sleep`; RuntimeError if the weights came back otherwise than they went, or after `close`."""
+        if self.engine is None:
+            raise RuntimeError("this vLLM engine is closed; start another VLLMSampler")
         if self.asleep:
             self.engine.wake_up()
             self.asleep = False

@@ -34,6 +34,7 @@ from lmrl.rewards import RewardError
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task
 from lmrl.trainer import (
+    ShuffledBatches,
     Trainer,
     collect,
     completion_advantages,
@@ -46,7 +47,6 @@ from lmrl.trainer import (
     rows_with_gradient,
     run,
     score,
-    shuffled_batches,
     token_budget,
 )
 from lmrl.trust_region import entropy
@@ -521,17 +521,6 @@ def test_a_nan_in_the_weights_raises_and_says_where():
         trainer.update(rollouts)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
-    trainer = make_trainer()
-    rollouts = rollouts_of(trainer)
-    before = parameters(trainer)
-    advantages = rollouts.advantages.clone()
-    advantages[0, 0] = float("inf")
-    with pytest.raises(FloatingPointError, match="the gradient"):
-        trainer.update(replace(rollouts, advantages=advantages))
-    assert torch.equal(parameters(trainer), before)
-
-
 def test_groups_survive_a_shuffle_of_the_rows():
     trainer = make_trainer()
     rollouts = rollouts_of(trainer)
@@ -544,7 +533,7 @@ def test_groups_survive_a_shuffle_of_the_rows():
 
 
 def test_batches_visit_every_prompt_once_per_pass():
-    batches = shuffled_batches(10, 4, torch.Generator().manual_seed(0))
+    batches = ShuffledBatches(10, 4, torch.Generator().manual_seed(0))
     stream = [i for _ in range(5) for i in next(batches)]
     assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10)) and stream[:10] != stream[10:]
 
@@ -712,7 +701,7 @@ def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tmp_path):
 
     def breaks_later(prompts, completions, **columns):
         calls.append(1)
-        if len(calls) == 7:  # the evaluation, then step 6
+        if len(calls) == 9:  # three evaluations, and step 6
             return [0.0]
         return count_sevens(prompts, completions)
 

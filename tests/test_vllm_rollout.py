@@ -12,10 +12,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lmrl import vllm_rollout
+from lmrl.checkpoint import restore, write_checkpoint
 from lmrl.cli import main
 from lmrl.config import TrainConfig, check_config
 from lmrl.models import load_policy, load_tokenizer
-from lmrl.policy import completion_logits, gather_logprobs, token_logprobs, warm_start_folder
+from lmrl.policy import build_policy, completion_logits, gather_logprobs, token_logprobs, warm_start_folder
 from lmrl.rollout import truncate
 from lmrl.tasks import load_task
 from lmrl.trainer import Trainer
@@ -455,6 +456,13 @@ def test_wrong_names_raise_and_change_nothing(sampler, policy, prompts, change, 
 
 
 @vllm
+def test_a_policy_of_another_size_is_refused_and_changes_nothing(sampler, policy, prompts, start):
+    with pytest.raises(ValueError, match=r"lm_head.weight has the shape \[15, 32\], but \[15, 64\] in the engine"):
+        sampler.sync(build_policy(start[0], hidden_size=32))
+    assert largest_gap(policy, sampler.generate(prompts, 2, seed=0)) < 1e-4
+
+
+@vllm
 @pytest.mark.parametrize(
     "prompt, said",
     [
@@ -500,10 +508,32 @@ def test_a_training_run_samples_from_its_own_policy(sampler, start):
 
 
 @vllm
+def test_a_run_that_goes_on_sends_the_engine_the_same_requests(sampler, start, tmp_path):
+    """What an engine draws follows from weights, prompts and the seed of each call; it has nothing of its own to save."""
+    tokenizer, policy, weights = start
+    config = TrainConfig(per_device_train_batch_size=32, max_completion_length=LENGTH, warmup_steps=0, use_vllm=True)
+    whole = Trainer(config, policy, tokenizer, load_task("arithmetic"), sampler)
+    whole.step()
+    checkpoint = write_checkpoint(whole, tmp_path)
+    expected = [whole.step() for _ in range(2)]
+    policy.load_state_dict(weights)
+    again = Trainer(config, policy, tokenizer, load_task("arithmetic"), sampler)
+    restore(again, checkpoint)
+    for metrics in expected:
+        found = again.step()
+        timed = {name for name in metrics if "seconds" in name or "share" in name}
+        assert {name: found[name] for name in metrics.keys() - timed} == {
+            name: metrics[name] for name in metrics.keys() - timed
+        }
+
+
+@vllm
 def test_a_tied_head_is_pushed_and_a_second_engine_starts_after_the_first(running, prompts, monkeypatch):
     """The second policy also has biases, fused as the matrices are, and fewer heads for keys than for queries."""
     running.close()  # the last test that needs it
     assert VLLMSampler.running is None
+    with pytest.raises(RuntimeError, match="closed; start another"):
+        running.generate(prompts, 2, seed=0)
     sizes = {"vocab_size": 15, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
