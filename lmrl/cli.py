@@ -7,6 +7,7 @@ Do not edit: change the notebook, then `make export`.
 import difflib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from lmrl.checkpoint import (
     read_record,
     require_checkpoints,
     restore,
+    step_of,
 )
 from lmrl.config import TrainConfig, check_config
 from lmrl.memory import Setup, plan_table, shape_of
@@ -135,6 +137,10 @@ def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
 
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C or SIGTERM (section 16)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "lmrl train is one process on one device: start it without torchrun; several come in section 17"
+        )
     plot = optional_import("lmrl.figures.trainer", "train").learning_curve
     tracker_modules(config.report_to)  # needed later: fail now, before there is a folder
     if config.use_vllm:
@@ -153,6 +159,9 @@ def train(config: TrainConfig) -> int:
     print(f"mean reward: {result.before.reward:.3f} before, {result.after.reward:.3f} after")
     print(f"peak memory: {peak_memory(trainer.model.device.type):.2f} GiB")
     print(f"results: {result.folder}/ (learning_curve.png, metrics.jsonl, samples.jsonl, checkpoint/)")
+    best = best_checkpoint(result.folder)
+    if best is not None and step_of(best) != trainer.steps_done:
+        print(f"best of the measured: {best}, pass@1 {read_record(best)['eval_pass_at_1']:.3f}")
     if result.interrupted:
         print(f"go on with: lmrl train --resume {result.folder}")
     return 130 if result.interrupted else 0

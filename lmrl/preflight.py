@@ -245,7 +245,7 @@ def check_markers(probe: Probe) -> tuple[str, ...]:
 
 def names_of(tokenizer, ids: list[int]) -> str:
     """Token ids with their texts, for a message (section 16)."""
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} (id {i})" for i in ids)
+    return ", ".join(f"{repr(tokenizer.convert_ids_to_tokens(i))[1:-1]} (id {i})" for i in ids)
 
 
 def check_pad(probe: Probe) -> tuple[str, ...]:

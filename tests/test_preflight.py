@@ -21,6 +21,7 @@ from lmrl.preflight import (
     Probe,
     check_sync,
     flip_signs,
+    names_of,
     plain_logits,
     preflight,
     preflight_table,
@@ -53,11 +54,12 @@ def assemble(config, model, tokenizer, task, reference=None):
     return Trainer(config, model, tokenizer, task, sampler, reference, critic)
 
 
-def tiny(task=None, reward=None, dtype=torch.float32, **settings):
+def tiny(task=None, reward=None, **settings):
     """Section 1's warm-started policy, ready to train."""
     folder, task = warm_start_folder(0), task or arithmetic()
     task = task if reward is None else replace(task, reward=reward)
-    return assemble(replace(SMALL, **settings), load_policy(folder, dtype=dtype), load_tokenizer(folder), task)
+    config = replace(SMALL, **settings)
+    return assemble(config, load_policy(folder, dtype=config.dtype), load_tokenizer(folder), task)
 
 
 TURNS = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}<model>"
@@ -111,13 +113,14 @@ def assert_only(trainer, name, status, *words, **options):
         tiny,
         chat,
         lambda: tiny(temperature=0.6, beta=0.1),
-        lambda: tiny(dtype=torch.bfloat16, beta=0.1),
+        lambda: tiny(dtype="bfloat16", beta=0.1),
+        lambda: tiny(dtype="float16", master_weights=True, beta=0.1),
         lambda: tiny(**RECIPES["ppo"].settings),
         lambda: tiny(top_k=3, temperature=0.8, vllm_importance_sampling_correction=True),
         lambda: tiny(advantage_estimator="batch", scale_rewards="batch", per_device_train_batch_size=8),
         lambda: chat(temperature=1.5, beta=0.1, kl_estimator="exact"),
     ],
-    ids=["tiny", "chat", "tempered", "bfloat16", "ppo", "top_k", "batch", "chat tempered"],
+    ids=["tiny", "chat", "tempered", "bfloat16", "float16", "ppo", "top_k", "batch", "chat tempered"],
 )
 def test_a_sound_setup_passes_every_check(make):
     checks = preflight(make())
@@ -240,6 +243,10 @@ def test_surprise_of_draws_by_hand():
     assert surprise_score(logits, torch.tensor([0, 0, 0, 0])) == pytest.approx(4 * likely / (2 * deviation), abs=1e-4)
     assert surprise_score(logits, torch.tensor([0, 0, 0, 1])) == pytest.approx(0.0, abs=1e-4)
     assert surprise_score(logits, torch.tensor([1, 1, 1, 1])) == pytest.approx(4 * unlikely / (2 * deviation), abs=1e-4)
+
+
+def test_a_token_of_a_new_line_does_not_break_the_line():
+    assert names_of(build_tokenizer("a\n"), [2, 4]) == "<eos> (id 2), \\n (id 4)"
 
 
 # --- tokenizers, templates and prompts ------------------------------------------------------------------------------------
