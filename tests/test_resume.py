@@ -302,3 +302,28 @@ def test_the_moments_are_in_the_checkpoint_by_parameter(finished):
     tensors = load_file(checkpoints_of(finished)[-1] / "trainer/state.safetensors")
     assert {"learner.0.exp_avg", "learner.0.exp_avg_sq", "data.waiting", "sampling.generator"} <= tensors.keys()
     assert "critic.head.weight" not in tensors
+
+
+def test_the_best_checkpoint_is_named_if_it_is_not_the_last(tmp_path, capsys):
+    """A reward that falls from one evaluation to the next: before, step 2, step 4."""
+    file = tmp_path / "falling.py"
+    file.write_text(
+        "from itertools import count\n"
+        "calls = count()\n"
+        "def score(prompts, completions, **columns):\n"
+        "    return [float(next(calls) < 80) for _ in completions]\n"
+    )
+    folder = start(
+        tmp_path, "r", "--reward", f"{file}:score", "--num-eval-problems", "4", "--num-eval-generations", "4"
+    )
+    measured = [read_record(checkpoint)["eval_pass_at_1"] for checkpoint in checkpoints_of(folder)]
+    assert measured[0] > measured[1]
+    assert (
+        f"best of the measured: {folder}/checkpoints/step-000002, pass@1 {measured[0]:.3f}" in capsys.readouterr().out
+    )
+
+
+def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--output-dir", str(tmp_path / "runs"), *QUICK]) == 2
+    assert "one process on one device" in capsys.readouterr().err and not (tmp_path / "runs").exists()
