@@ -3404,8 +3404,8 @@ def curve_names(runs: list[RunRecord]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in (logged.keys() | {"pass@1"}) - {"step", EVALUATED}]
 
 
-def inlined(figure: Figure) -> str:
-    """A figure as the source of an HTML image, an SVG inside the address (section 16)."""
+def inlined(figure) -> str:
+    """A matplotlib figure as the source of an HTML image, an SVG inside the address (section 16)."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
