@@ -45,6 +45,8 @@ def test_the_recipes_start_from_the_defaults_and_know_the_modes_of_the_correctio
         ({"save_total_limit": 0}, "save_total_limit is 0; keep at least 1"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**63}, "seed is 9223372036854775808; it must be below"),
+        ({"max_prompt_length": 0}, "max_prompt_length is 0; it must be at least 1"),
+        ({"report_to": "wandbs"}, "report_to is 'wandbs'; choose from tensorboard, wandb, trackio, or none"),
         ({"name": ""}, "name is ''; give a folder's name without slashes"),
         ({"name": "."}, "name is '.'"),
         ({"name": ".."}, "name is '..'"),

@@ -32,7 +32,7 @@ from lmrl.policy import (
 )
 from lmrl.rewards import RewardError
 from lmrl.rollout import TorchSampler
-from lmrl.tasks import Example, Task
+from lmrl.tasks import Example, Task, encode_prompt
 from lmrl.trainer import (
     ShuffledBatches,
     Trainer,
@@ -894,3 +894,24 @@ def test_pitfall_6_the_engines_ids_are_scored_not_their_text():
     trainer.step()
     rows = {tuple(row) for ids in scored for row in ids.tolist()}
     assert rows == {(1, 3, 3, 4, 2), (1, 3, 5, 2, 0)}
+
+
+# --- long prompts, by setting -----------------------------------------------------------------------------------------
+
+
+def test_prompts_of_more_than_max_prompt_length_tokens_are_dropped_and_counted():
+    trainer = make_trainer()
+    task = replace(
+        trainer.task,
+        train=[*trainer.task.train, Example("1+1+1+1+1+1=", trainer.task.train[0].columns)],
+        heldout=[*trainer.task.heldout, Example("1+1+1+1+1+2=", trainer.task.train[0].columns)],
+    )
+    longest = max(len(encode_prompt(trainer.tokenizer, example.prompt)) for example in trainer.task.train)
+    parts = trainer.model, trainer.tokenizer, task, trainer.sampler
+    kept = Trainer(replace(SMALL, max_prompt_length=longest), *parts)
+    assert kept.dropped_prompts == 2
+    assert kept.task.train == trainer.task.train and kept.task.heldout == trainer.task.heldout
+    every = Trainer(replace(SMALL, max_prompt_length=13), *parts)  # 12 characters and BOS
+    assert every.dropped_prompts == 0 and every.task == task
+    with pytest.raises(ValueError, match="no prompt has at most 1 tokens"):
+        Trainer(replace(SMALL, max_prompt_length=1), *parts)
