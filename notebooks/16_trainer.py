@@ -3107,7 +3107,9 @@ def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C or SIGTERM (section 16)."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("lmrl train is one process on one device: start it without torchrun; several come in section 17")
+        raise ValueError(
+            "lmrl train is one process on one device: start it without torchrun; several come in section 17"
+        )
     plot = optional_import("lmrl.figures.trainer", "train").learning_curve
     tracker_modules(config.report_to)  # needed later: fail now, before there is a folder
     if config.use_vllm:
