@@ -2,12 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 from math import comb
 
 import pytest
 
 from lmrl.cli import EvalConfig, main, parse
-from lmrl.config import TrainConfig
 from lmrl.policy import warm_start_folder
 from lmrl.trainer import Evaluation, evaluation_table, readable_samples
 
@@ -109,11 +109,16 @@ def test_a_model_that_is_no_runs_has_the_default_settings(tmp_path, monkeypatch)
     assert parse("eval", [folder, "--config", "mine.yaml"]) == EvalConfig(model=folder, temperature=0.5)
 
 
-def test_a_runs_settings_are_all_taken_but_the_number_of_answers(finished):
-    config = parse("eval", [str(finished), "--num-eval-problems", "5"])
-    assert isinstance(config, TrainConfig) and config.num_eval_generations == 16 and config.num_eval_problems == 5
-    assert (config.temperature, config.max_completion_length, config.per_device_train_batch_size) == (0.7, 3, 32)
-    assert config.model == str(finished / "checkpoint") and config.output_dir == str(finished)
+def test_a_runs_settings_are_all_taken_but_the_number_of_answers(tmp_path):
+    own = {"temperature": 0.7, "max_completion_length": 3, "seed": 5, "task": "countdown", "num_eval_generations": 2}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoint").mkdir()
+    expected = EvalConfig(
+        **own | {"num_eval_generations": 16}, model=str(tmp_path / "checkpoint"), output_dir=str(tmp_path)
+    )
+    assert parse("eval", [str(tmp_path)]) == expected
+    assert parse("eval", [str(tmp_path), "--seed", "6"]) == replace(expected, seed=6)
 
 
 def test_an_own_reward_function(tmp_path, finished, capsys):

@@ -1575,3 +1575,26 @@ def any_setting_may_change(changed_settings):
 )
 def another_reference_is_taken(fingerprints):
     return edited(fingerprints, "if trainer.reference is not None:", "if False:")
+
+
+# --- measuring and reporting (section 16) -----------------------------------------------------------------------------
+
+
+@planted("lmrl.cli.read_settings", "test_eval.py::test_a_runs_settings_are_all_taken_but_the_number_of_answers")
+def a_run_is_measured_at_temperature_1(read_settings):
+    return then(read_settings, lambda config: replace(config, temperature=1.0))
+
+
+@planted("lmrl.trainer.Evaluation.pass_at", "test_eval.py::test_pass_at_k_is_the_share_of_choices_with_a_right_answer")
+def pass_at_k_from_the_pass_rates(pass_at):
+    return edited(pass_at, "pass_at_k(torch.tensor(self.right), n, k)", "1 - (1 - torch.tensor(self.right) / n) ** k")
+
+
+@planted("lmrl.metrics.mean_metrics", "test_metrics.py::test_over_the_draws_of_a_step_it_is_the_mean")
+def only_the_last_draw_is_logged(mean_metrics):
+    return lambda records: mean_metrics(records[-1:])
+
+
+@planted("lmrl.report.setting_rows", "test_report.py::test_settings_that_differ_come_first_and_are_marked")
+def a_setting_that_only_one_run_has_is_left_out(setting_rows):
+    return lambda runs: [row for row in setting_rows(runs) if all(row[0] in run.settings for run in runs)]

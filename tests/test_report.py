@@ -64,10 +64,14 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.words))
 
 
-@pytest.fixture
-def two(tmp_path):
+def two_runs(tmp_path):
     first = make_run(tmp_path / "a", [0.25, 0.5], answers=("1", "<b>2</b>"))
     return first, make_run(tmp_path / "b", [0.5, 1.0, 0.75], beta=0.1, kl_ref=0.01)
+
+
+@pytest.fixture
+def two(tmp_path):
+    return two_runs(tmp_path)
 
 
 def test_one_page_without_a_link_compares_two_runs(two, tmp_path, capsys):
@@ -97,8 +101,8 @@ def test_what_a_model_wrote_is_text_and_no_html(two):
     assert "&lt;b&gt;2&lt;/b&gt;" in source and "<b>2</b>" not in source
 
 
-def test_settings_that_differ_come_first_and_are_marked(two):
-    runs = [read_run(folder) for folder in two]
+def test_settings_that_differ_come_first_and_are_marked(tmp_path):
+    runs = [read_run(folder) for folder in two_runs(tmp_path)]
     assert setting_rows(runs) == [
         ("beta", ["0.0", "0.1"], True),
         ("seed", ["0", "0"], False),
