@@ -56,7 +56,8 @@ def test_a_plan_reads_the_settings_of_a_run():
     ("options", "words"),
     [
         (["--model", "no/such"], "no model at no/such"),
-        (["--dtype", "float16"], "dtype is 'float16'"),
+        (["--dtype", "float16"], "dtype float16 needs master_weights"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
         (["--num-generations", "3"], "num_generations 3 does not divide"),
         (["--master-weights"], "master_weights is for bfloat16"),
         (["--optim", "lion"], "optim is 'lion'"),

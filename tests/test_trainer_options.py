@@ -1,0 +1,403 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from test_trainer import SMALL, make_trainer, parameters, rollouts_of
+
+import lmrl.trainer as trainer_module
+from lmrl.config import TrainConfig, check_config
+from lmrl.memory import training_bytes
+from lmrl.trainer import Learner, learning_rate_factor, loss_mask, needs_old_logprobs, token_advantages
+
+GAE = {"advantage_estimator": "gae", "scale_rewards": "none"}
+
+
+def spoiled(rollouts):
+    """Advantages of which one is infinite: finite log-probs, and a gradient that is not."""
+    advantages = rollouts.advantages.clone()
+    advantages[0, 0] = math.inf
+    return replace(rollouts, advantages=advantages)
+
+
+def moments(learner):
+    return [value.clone() for state in learner.optimizer.state.values() for value in state.values()]
+
+
+def same(tensors, others):
+    return len(tensors) == len(others) and all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+# --- a gradient that is not finite ------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    """A good batch, a bad one, the good one again: the run that never saw the bad one, bit by bit."""
+    trainer, other = make_trainer(), make_trainer()
+    rollouts = rollouts_of(trainer)
+    assert trainer.update(rollouts)["skipped_updates"] == other.update(rollouts)["skipped_updates"] == 0
+    before, state = parameters(trainer), moments(trainer.learner)
+    metrics = trainer.update(spoiled(rollouts))
+    assert metrics["skipped_updates"] == 1 and not math.isfinite(metrics["grad_norm"])
+    assert torch.equal(parameters(trainer), before) and same(moments(trainer.learner), state) and len(state) > 10
+    assert trainer.learner.skipped_in_a_row == 1
+    again, expected = trainer.update(rollouts), other.update(rollouts)
+    assert again == expected and trainer.learner.skipped_in_a_row == 0
+    assert torch.equal(parameters(trainer), parameters(other))
+
+
+def test_the_first_gradient_may_be_the_bad_one():
+    trainer = make_trainer()
+    before = parameters(trainer)
+    trainer.update(spoiled(rollouts_of(trainer)))
+    assert torch.equal(parameters(trainer), before) and not trainer.learner.optimizer.state
+
+
+def test_skipped_steps_in_a_row_stop_the_run(monkeypatch):
+    trainer = make_trainer(replace(SMALL, max_skipped_updates=2))
+    prepare, bad = trainer.prepare, [False, True, False, True, True, True]
+    monkeypatch.setattr(
+        trainer, "prepare", lambda *args: spoiled(prepare(*args)) if bad[trainer.steps_done] else prepare(*args)
+    )
+    assert [trainer.step()["skipped_updates"] for _ in range(4)] == [0, 1, 0, 1]
+    before = parameters(trainer)
+    with pytest.raises(FloatingPointError, match="step 5: 2 optimiser steps in a row were skipped.*learning_rate"):
+        trainer.step()
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_a_critics_gradient_is_skipped_alone():
+    trainer = make_trainer(replace(SMALL, **GAE))
+    examples, _, rollouts = trainer.gather(trainer_module.Stopwatch())
+    rollouts = trainer.prepare(rollouts, examples, trainer_module.Stopwatch())
+    returns = rollouts.returns.clone()
+    returns[rollouts.mask] = math.inf
+    before = parameters(trainer), [p.clone() for p in trainer.critic.parameters()]
+    metrics = trainer.update(replace(rollouts, returns=returns))
+    assert metrics["skipped_updates"] == 1 and math.isfinite(metrics["grad_norm"])
+    assert not math.isfinite(metrics["critic_grad_norm"])
+    assert same(list(trainer.critic.parameters()), before[1]) and not torch.equal(parameters(trainer), before[0])
+
+
+@pytest.mark.parametrize("place", ["sampler", "update"])
+def test_a_nan_among_the_logprobs_names_the_step(place, monkeypatch):
+    trainer = make_trainer()
+    trainer.step()
+
+    def spoil(result):
+        with torch.no_grad():
+            trainer.model.lm_head.weight[3] = math.nan
+        return result
+
+    if place == "sampler":
+        spoil(None)
+    else:
+        prepare = trainer.prepare
+        monkeypatch.setattr(trainer, "prepare", lambda *args: spoil(prepare(*args)))
+    with pytest.raises(FloatingPointError, match="^step 2: the .*log-probs"):
+        trainer.step()
+
+
+# --- half precision ---------------------------------------------------------------------------------------------------
+
+HALF = {"dtype": "bfloat16", "master_weights": True}
+FLOAT16 = {"dtype": "float16", "master_weights": True}
+
+
+def layer_of(weights, dtype):
+    layer = torch.nn.Linear(*weights.shape[::-1], bias=False, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weights)
+    return layer
+
+
+def push(layer, learner, gradients):
+    for gradient in gradients:
+        learner.zero_grad()
+        layer.weight.grad = gradient.to(layer.weight.dtype)
+        learner.step()
+
+
+def test_master_weights_are_those_of_a_float32_model_and_small_steps_add_up():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(16, 9, generator=generator).bfloat16()
+    gradients = [torch.randn(16, 9, generator=generator).bfloat16() + 1 for _ in range(60)]
+    config = replace(SMALL, learning_rate=1e-5, max_grad_norm=0.5, weight_decay=0.1)
+    whole, half, alone = (layer_of(start, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
+    push(whole, Learner(whole, 1e-5, config), gradients)
+    learner = Learner(half, 1e-5, replace(config, **HALF))
+    push(half, learner, gradients)
+    push(alone, Learner(alone, 1e-5, config), gradients)
+    assert torch.equal(learner.masters[0], whole.weight)
+    assert torch.equal(half.weight, whole.weight.bfloat16()) and half.weight.dtype == torch.bfloat16
+    large = start.abs() > 1e-5 * 2**9
+    assert torch.equal(alone.weight[large], start[large]) and large.sum() > 100
+    assert not torch.equal(half.weight[large], start[large])
+
+
+def test_a_run_in_bfloat16_with_master_weights():
+    """At this learning rate no large weight moves without them; with them, the model is the rounded masters."""
+    moved = {}
+    for master_weights in (False, True):
+        config = replace(SMALL, learning_rate=2e-6, dtype="bfloat16", master_weights=master_weights)
+        trainer = make_trainer(config, dtype=torch.bfloat16)
+        start = parameters(trainer)
+        metrics = [trainer.step() for _ in range(6)]
+        assert all(m["ratio_error"] == 0.0 and m["skipped_updates"] == 0 for m in metrics)
+        moved[master_weights] = int((parameters(trainer) != start)[start.abs() > 2e-6 * 2**9].sum())
+    masters = torch.cat([master.flatten() for master in trainer.learner.masters])
+    assert torch.equal(parameters(trainer), masters.bfloat16()) and masters.dtype == torch.float32
+    assert (masters != start).float().mean() > 0.9
+    assert moved[False] == 0 and moved[True] > 500
+
+
+def held_bytes(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"), [("float32", False), ("bfloat16", False), ("bfloat16", True), ("float16", True)]
+)
+def test_the_trainer_holds_what_the_plan_says(dtype, master_weights):
+    dtype = getattr(torch, dtype)
+    config = replace(SMALL, dtype=str(dtype)[6:], master_weights=master_weights)
+    trainer = make_trainer(config, dtype=dtype)
+    learner = trainer.learner
+    learner.scale = 1.0  # a first step that is taken
+    trainer.step()
+    weights = list(trainer.model.parameters())
+    planned = training_bytes(sum(w.numel() for w in weights), len(weights), dtype, master_weights=master_weights)
+    assert planned == {
+        "weights": held_bytes(weights),
+        "gradients": held_bytes(w.grad for w in weights),
+        "master weights": held_bytes(learner.masters) if master_weights else 0,
+        "optimiser": held_bytes(moments(learner)),
+    }
+
+
+def test_the_loss_scale_changes_no_digit():
+    """Where nothing is too large or too small for float16, every scale gives the same masters."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(5, 7, generator=generator), torch.randn(4, 5, 7, generator=generator).half()
+    found = []
+    for scale in (1.0, 2.0**4, 2.0**12):
+        layer = layer_of(start, torch.float16)
+        learner = Learner(layer, 1e-3, replace(SMALL, max_grad_norm=0.5, **FLOAT16))
+        learner.scale = scale
+        push(layer, learner, gradients * scale)
+        found.append(learner.masters[0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def gradients_of_a_step(precision, shrink, **settings):
+    """What AdamW is given for advantages of about ``shrink``, and the norm that is logged, from the same weights."""
+    trainer = make_trainer(replace(SMALL, **settings), dtype=torch.float16)
+    rollouts = rollouts_of(trainer)
+    trainer.model.to(precision)
+    trainer.learner = Learner(trainer.model, 1e-3, trainer.config)
+    seen = []
+    trainer.learner.optimizer.step = lambda: seen.extend(m.grad.double().flatten() for m in trainer.learner.masters)
+    metrics = trainer.update(replace(rollouts, advantages=shrink * rollouts.advantages))
+    return torch.cat(seen), metrics["grad_norm"]
+
+
+def test_float16_sees_small_gradients_and_their_true_norm():
+    """The reference is the same model in float32. Without the scale the gradients of the head are all but gone."""
+    settings = {"max_grad_norm": 1e-7, "num_iterations": 1}
+    expected, norm = gradients_of_a_step(torch.float32, 1e-5, **settings)
+    found, found_norm = gradients_of_a_step(torch.float16, 1e-5, **settings, **FLOAT16)
+    assert found_norm == pytest.approx(norm, rel=0.01) and norm > 1e-6
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert float(found.norm()) == pytest.approx(float(expected.norm()), rel=0.01)
+    assert expected.norm() < norm / 10  # both are cut
+
+
+def test_a_loss_scale_that_is_too_high_is_halved_until_steps_are_taken():
+    trainer = make_trainer(replace(SMALL, **FLOAT16), dtype=torch.float16)
+    rollouts, before = rollouts_of(trainer), parameters(trainer)
+    trainer.learner.scale = 2.0**30
+    for halvings in range(1, 40):
+        metrics = trainer.update(rollouts)
+        if not metrics["skipped_updates"]:
+            break
+        assert torch.equal(parameters(trainer), before) and trainer.learner.skipped_in_a_row == 0
+        assert trainer.learner.scale == 2.0 ** (30 - halvings)
+    assert 4 < halvings < 30 and not torch.equal(parameters(trainer), before)
+    trainer.learner.scale = 1.0
+    for _ in range(2):
+        trainer.update(spoiled(rollouts))
+    assert trainer.learner.scale == 1.0 and trainer.learner.skipped_in_a_row == 2
+
+
+def test_the_loss_scale_grows_after_good_steps(monkeypatch):
+    monkeypatch.setattr(trainer_module, "GOOD_STEPS", 3)
+    layer = layer_of(torch.ones(1, 1), torch.float16)
+    learner = Learner(layer, 1e-3, replace(SMALL, **FLOAT16))
+    scales = []
+    for gradient in (1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0):
+        push(layer, learner, torch.tensor([[[gradient]]]))
+        scales.append(learner.scale / 2.0**16)
+    assert scales == [1, 1, 0.5, 0.5, 0.5, 1, 1]
+
+
+def test_float32_knows_no_scale():
+    trainer = make_trainer()
+    trainer.step()
+    assert trainer.learner.scale == 1.0 and trainer.learner.masters is trainer.learner.weights
+
+
+# --- mini-batches, and when to leave a batch --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_mini_batches_are_steps_on_parts_of_the_batch(loss_type):
+    """Against single steps on the parts by hand, with old log-probs from before all of them."""
+    config = replace(SMALL, loss_type=loss_type, num_iterations=2)
+    trainer, other = (make_trainer(config, dtype=torch.float64) for _ in range(2))
+    trainer.config = replace(config, num_mini_batches=4)
+    examples, _, rollouts = trainer.gather(trainer_module.Stopwatch())
+    metrics = trainer.update(trainer.prepare(rollouts, examples, trainer_module.Stopwatch()))
+
+    other.config = replace(config, num_iterations=1)
+    budget = trainer_module.token_budget(rollouts, config)
+    old, _ = trainer_module.score(other.model, rollouts, 1.0, budget)
+    prepared = replace(trainer_module.completion_advantages(rollouts, config), old_logprobs=old)
+    steps = []
+    for _ in range(2):
+        for start in range(0, 32, 8):
+            steps.append(other.update(prepared.select(torch.arange(start, start + 8))))
+    assert torch.allclose(parameters(trainer), parameters(other), rtol=0, atol=1e-12)
+    assert metrics["updates"] == 8 and metrics["ratio_error"] == steps[0]["ratio_error"] < 1e-9
+    assert steps[1]["ratio_error"] > 1e-4
+    assert metrics["kl_old"] == pytest.approx(sum(step["kl_old"] for step in steps[-4:]) / 4)
+    assert metrics["trained_entropy"] == pytest.approx(sum(step["trained_entropy"] for step in steps[:4]) / 4)
+
+
+def test_the_old_logprobs_of_mini_batches_are_known_before_the_first():
+    assert needs_old_logprobs(replace(SMALL, num_mini_batches=2)) and not needs_old_logprobs(SMALL)
+    trainer = make_trainer(replace(SMALL, num_mini_batches=2))
+    seen, learn = [], trainer.learn
+
+    def spy(pieces, target_kl=None):
+        seen.append(all(piece.old_logprobs is not None for piece, _ in pieces))
+        return learn(pieces, target_kl)
+
+    trainer.learn = spy
+    trainer.step()
+    assert seen == [True, True]
+
+
+def test_a_critic_learns_from_every_mini_batch():
+    trainer = make_trainer(replace(SMALL, **GAE, num_mini_batches=4, num_iterations=2))
+    metrics = trainer.step()
+    steps = {int(state["step"]) for state in trainer.critic_learner.optimizer.state.values()}
+    assert steps == {8} and metrics["updates"] == 8 and metrics["critic_grad_norm"] > 0
+
+
+def test_target_kl_leaves_the_batch_before_the_step_that_is_too_far():
+    config = replace(SMALL, learning_rate=1e-2, num_iterations=6)
+    passes = []
+    for count in range(1, 7):  # what the policy is like before the last of so many steps, and after it
+        trainer = make_trainer(config)
+        trainer.config = replace(config, num_iterations=count)
+        passes.append((trainer.update(rollouts_of(trainer))["kl_old"], parameters(trainer)))
+    kl = [before for before, _ in passes]
+    assert kl == sorted(kl) and kl[0] == 0.0 and kl[3] > kl[2] > 0
+    trainer = make_trainer(config)
+    trainer.config = replace(config, target_kl=(kl[2] + kl[3]) / 2)
+    metrics = trainer.update(rollouts_of(trainer))
+    assert metrics["updates"] == 3 and metrics["kl_old"] == kl[2]
+    assert torch.equal(parameters(trainer), passes[2][1])
+    trainer = make_trainer(config)
+    trainer.config = replace(config, target_kl=1e9)
+    assert trainer.update(rollouts_of(trainer))["updates"] == 6
+    assert torch.equal(parameters(trainer), passes[5][1])
+
+
+def test_the_first_step_is_always_taken():
+    trainer = make_trainer(replace(SMALL, num_mini_batches=2, num_iterations=3, target_kl=1e-30))
+    start = parameters(trainer)
+    assert trainer.step()["updates"] == 1 and not torch.equal(parameters(trainer), start)
+
+
+# --- whitening and schedules ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens_of_the_loss(masked):
+    config = replace(SMALL, **GAE, whiten_advantages=True, mask_truncated_completions=masked)
+    trainer = make_trainer(config, dtype=torch.float64)
+    rollouts = rollouts_of(make_trainer(dtype=torch.float64))
+    graded = torch.arange(len(rollouts)) % 5 != 0
+    rollouts = replace(rollouts, graded=graded, rewards=torch.where(graded, rollouts.rewards, math.nan).double())
+    values = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(0)).double()
+    values, bootstrap = torch.where(rollouts.mask, values, 0.0), torch.where(rollouts.truncated, 0.3, 0.0).double()
+    plain = token_advantages(rollouts, replace(config, whiten_advantages=False), values, bootstrap)
+    found = token_advantages(rollouts, config, values, bootstrap)
+    mask = loss_mask(rollouts, masked)
+    chosen = plain.advantages[mask]
+    expected = (chosen - chosen.mean()) / chosen.std(correction=0)
+    assert torch.allclose(found.advantages[mask], expected) and expected.std() > 0.9
+    assert torch.equal(found.returns, plain.returns)  # the critic's target keeps its unit
+    trainer.step()
+
+
+def test_schedules_are_those_of_transformers():
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    for name in ("linear", "cosine", "constant"):
+        config = TrainConfig(max_steps=10, warmup_steps=0, lr_scheduler_type=name)
+        theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=10).lr_lambdas[0]
+        assert [learning_rate_factor(s, config) for s in range(10)] == pytest.approx([theirs(s) for s in range(10)])
+    config = TrainConfig(max_steps=10, warmup_steps=4, lr_scheduler_type="cosine")
+    assert [learning_rate_factor(s, config) for s in (0, 3, 5, 10)] == pytest.approx(
+        [0.25, (1 + math.cos(0.3 * math.pi)) / 2, 0.5, 0.0]
+    )
+
+
+def test_the_rate_of_a_step_follows_from_the_number_of_steps_alone():
+    config = replace(SMALL, **GAE, critic_learning_rate=5e-3, lr_scheduler_type="cosine", warmup_steps=2)
+    trainer = make_trainer(config)
+    trainer.steps_done = 4
+    rate, critic_rate = (learning_rate_factor(4, config) * peak for peak in (1e-3, 5e-3))
+    assert trainer.step()["learning_rate"] == rate
+    assert trainer.learner.optimizer.param_groups[0]["lr"] == rate
+    assert trainer.critic_learner.optimizer.param_groups[0]["lr"] == critic_rate
+
+
+# --- settings that exclude each other ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_skipped_updates": 0}, "max_skipped_updates is 0"),
+        ({"num_mini_batches": 0}, "num_mini_batches is 0"),
+        ({"num_mini_batches": 3}, "a step has 512 completions, which num_mini_batches 3 does not divide"),
+        ({"target_kl": 0.0}, "target_kl is 0.0"),
+        ({"target_kl": 0.1, "num_iterations": 1}, "target_kl is 0.1, but a batch is used for one optimiser step"),
+        (
+            {"whiten_advantages": True},
+            'whiten_advantages is for .*"group" has one per completion.*scale_rewards "batch"',
+        ),
+        (
+            {"whiten_advantages": True, "advantage_estimator": "gae", "scale_rewards": "batch"},
+            "whiten_advantages divides by a standard deviation already",
+        ),
+        ({"master_weights": True}, "master_weights is for bfloat16 and float16"),
+        ({"dtype": "float16"}, "dtype float16 needs master_weights: .* epsilon"),
+        ({"lr_scheduler_type": "polynomial"}, "choose one of linear, cosine, constant"),
+    ],
+)
+def test_settings_of_the_update_that_cannot_work(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_config(TrainConfig(**settings))
+
+
+def test_adamw_in_float16_divides_by_zero():
+    """The reason that is given for master weights: 1e-8 is 0 in float16, so a gradient of 0 gives 0 / 0."""
+    layer = layer_of(torch.ones(1, 1), torch.float16)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer.weight.grad = torch.zeros(1, 1, dtype=torch.float16)
+    optimizer.step()
+    assert layer.weight.isnan().all()
