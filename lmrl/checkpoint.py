@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lmrl.config import TrainConfig
-from lmrl.models import load_policy
+from lmrl.models import adapted_layers, load_policy, merged
 from lmrl.policy import save_model
-from lmrl.vllm_rollout import parameter_checksums
+from lmrl.vllm_rollout import checksum, parameter_checksums
 
 __all__ = [
     "optimizer_tensors",
@@ -94,6 +94,8 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
         "data": {"generator": trainer.batches.generator.get_state(), "waiting": waiting},
         "sampling": {"generator": trainer.sampling.get_state()},
     }
+    if adapted_layers(trainer.model):
+        parts["adapter"] = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     if trainer.critic is not None:
         parts["critic"] = trainer.critic.state_dict()
         parts["critic_learner"] = learner_tensors(trainer.critic_learner)
@@ -105,8 +107,10 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
 
 
 def fingerprints(trainer) -> dict[str, str | None]:
-    """What has to be the same when a run goes on: of the training prompts, and of the reference's weights (section 16)."""
+    """What has to be the same when a run goes on: of training prompts, reference, and the policy's frozen weights (section 16)."""
+    frozen = {name: checksum(weight) for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
     contents = {"prompts": [example.prompt for example in trainer.task.train], "reference": None}
+    contents["frozen weights"] = frozen or None
     if trainer.reference is not None:
         contents["reference"] = parameter_checksums(trainer.reference)
     return {what: content and hashlib.sha256(repr(content).encode()).hexdigest() for what, content in contents.items()}
@@ -159,7 +163,7 @@ def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None)
         checkpoint.parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=checkpoint.parent, prefix=".unfinished-") as scratch:
             new = Path(scratch) / "new"
-            save_model(new, trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+            save_model(new, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
             (new / "trainer").mkdir()
             save_file(trainer_tensors(trainer), new / TENSORS)
             (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -258,7 +262,7 @@ def prune_checkpoints(folder: Path, limit: int | None) -> None:
 def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> None:
     """`write_checkpoint`, the policy once more as ``checkpoint``, then `prune_checkpoints` (section 16)."""
     write_checkpoint(trainer, folder, eval_pass_at_1)
-    save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+    save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
     prune_checkpoints(folder, trainer.config.save_total_limit)
 
 
@@ -310,7 +314,12 @@ def restore(trainer, checkpoint: Path) -> None:
     def part(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
 
-    trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
+    if adapted_layers(
+        trainer.model
+    ):  # on the model that the run began with; the checkpoint's has the adapter in its weights
+        trainer.model.load_state_dict(part("adapter"), strict=False)
+    else:
+        trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
     load_learner(trainer.learner, part("learner"))
     if trainer.critic is not None:
         trainer.critic.load_state_dict(part("critic"))

@@ -31,9 +31,11 @@ from lmrl.config import TrainConfig, check_config
 from lmrl.memory import Setup, plan_table, shape_of
 from lmrl.metrics import json_line, optional_import, peak_memory, tracker_modules
 from lmrl.models import (
+    add_adapter,
     disable_dropout,
     find_device,
     load_config,
+    load_critic,
     load_policy,
     load_reference,
     load_tokenizer,
@@ -47,7 +49,6 @@ from lmrl.rewards import load_reward
 from lmrl.rollout import Sampler, TorchSampler
 from lmrl.tasks import Task, drop_long_prompts, load_task
 from lmrl.trainer import Trainer, evaluation_table, free_run_folder, measure, readable_samples, run
-from lmrl.values import build_critic
 from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 __all__ = [
@@ -85,9 +86,12 @@ def build_trainer(config: TrainConfig) -> Trainer:
     if checkpoint is None:
         free_run_folder(config)
     task, tokenizer, model = load_parts(config)
+    if config.use_peft:
+        lora = {"r": config.lora_r, "alpha": config.lora_alpha, "target_modules": config.lora_target_modules}
+        add_adapter(model, **lora, seed=config.seed)
     sampler = build_sampler(replace(config, use_vllm=False), task, tokenizer, model)
     reference = load_reference(model) if config.beta != 0.0 else None
-    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model) if config.advantage_estimator == "gae" else None
     trainer = Trainer(config, model, tokenizer, task, sampler, reference, critic)
     if checkpoint is not None:
         restore(trainer, checkpoint)

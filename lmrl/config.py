@@ -157,6 +157,16 @@ class TrainConfig:
     """Number format of the weights: "float32", "bfloat16", or "float16", which needs master_weights (section 16)."""
     master_weights: bool = False
     """float32 copies of bfloat16 or float16 weights, which are what the optimiser steps (section 12)."""
+    use_peft: bool = False
+    """Freeze the model and train a LoRA adapter; checkpoint/ is the model with the adapter merged (section 12)."""
+    lora_r: int = 16
+    """Rank of the adapter (section 12)."""
+    lora_alpha: int = 32
+    """The adapter's product BA is multiplied by lora_alpha / lora_r (section 12)."""
+    lora_dropout: float = 0.0
+    """Only 0: with dropout, log-probs of the same tokens differ from pass to pass (section 12)."""
+    lora_target_modules: str = "all-linear"
+    """Names of the layers that get the adapter, with commas between; "all-linear" leaves out the output head (section 12)."""
     device: str = "auto"
     """"auto" is a GPU if there is one, else the CPU (section 12)."""
 
@@ -186,6 +196,7 @@ def check_config(config: TrainConfig) -> None:
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
     positive += ("vllm_importance_sampling_clip_max", "max_skipped_updates", "num_mini_batches")
+    positive += ("lora_r", "lora_alpha")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -279,5 +290,14 @@ def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
             c.dtype == "float16" and not c.master_weights,
             "dtype float16 needs master_weights: in float16 AdamW's epsilon of 1e-8 is zero, and it divides by it; set "
             "master_weights, or take bfloat16",
+        ),
+        (
+            c.lora_dropout != 0,
+            f"lora_dropout is {c.lora_dropout}; with dropout the log-probs of the same tokens differ from pass to pass, so that "
+            "ratios and KL are not those of the policy: leave it at 0",
+        ),
+        (
+            not c.use_peft and (c.lora_r, c.lora_alpha, c.lora_target_modules) != (16, 32, "all-linear"),
+            "settings of a LoRA adapter without use_peft; set use_peft, or leave them out",
         ),
     ]

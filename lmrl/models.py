@@ -32,6 +32,10 @@ __all__ = [
     "load_tokenizer",
     "disable_dropout",
     "load_policy",
+    "add_adapter",
+    "adapted_layers",
+    "copy_what_learns",
+    "merged",
     "load_reference",
     "load_critic",
     "load_reward_model",
@@ -183,16 +187,60 @@ def load_policy(path: str | Path, *, dtype: str | torch.dtype = torch.float32, d
     return disable_dropout(model).to(device)
 
 
+def add_adapter(model, *, r: int = 16, alpha: int = 32, target_modules: str = "all-linear", seed: int = 0):
+    """Freeze ``model`` and give its linear layers a trainable LoRA adapter, in place; returns it (section 12).
+
+    ``target_modules`` is "all-linear", which leaves out the output head, or names of layers with commas between them. ``seed``
+    draws A, without a trace in PyTorch's generator; B is 0. ImportError without peft; ValueError, by peft, for names
+    that the model does not have. Hu et al., 2022.
+    """
+    if find_spec("peft") is None:
+        raise ImportError("an adapter needs the package peft: pip install 'lmrl[lora]'")
+    peft = importlib.import_module("peft")
+    names = target_modules if target_modules == "all-linear" else target_modules.replace(" ", "").split(",")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=names), model)
+    return disable_dropout(model)
+
+
+def adapted_layers(model) -> dict[str, torch.nn.Module]:
+    """The layers of ``model`` that have a LoRA adapter, by name; none without one (section 12)."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+
+
+def copy_what_learns(module, model):
+    """A copy of ``module``, a part of ``model``; with an adapter it has an adapter of its own and shares what is frozen."""
+    shared = {id(w): w for w in model.parameters() if not w.requires_grad} if adapted_layers(model) else {}
+    return copy.deepcopy(module, shared)
+
+
+@torch.no_grad()
+def merged(model):
+    """``model`` with its LoRA adapter added to the weights, as a model without adapter (section 12).
+
+    The weights that have one are new, the others those of ``model``, which does not change. Without an adapter, it is ``model``.
+    """
+    if not adapted_layers(model):
+        return model
+    plain = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    for name, layer in adapted_layers(model).items():
+        base = plain.get_submodule(name).base_layer
+        base.weight = torch.nn.Parameter(layer.base_layer.weight + layer.get_delta_weight("default"), False)
+        plain.set_submodule(name, base)
+    return plain
+
+
 def load_reference(source, *, dtype: str | torch.dtype = torch.float32, device: str | torch.device = "cpu"):
     """A frozen model in eval mode, to measure the KL from (section 12).
 
-    ``source`` is the policy before its first step, which is copied, or the path of a model, loaded as in `load_policy`
-    with ``dtype`` and ``device``.
+    ``source`` is the policy before its first step, which is copied, but for what an adapter has frozen, or the path of a
+    model, loaded as in `load_policy` with ``dtype`` and ``device``.
     """
     if isinstance(source, (str, Path)):
         model = load_policy(source, dtype=dtype, device=device)
     else:
-        model = disable_dropout(copy.deepcopy(source))
+        model = disable_dropout(copy_what_learns(source, source))
     return model.requires_grad_(False)
 
 
@@ -201,15 +249,18 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
 
     ``source`` is the policy, or the path of a model, loaded as in `load_policy` with ``dtype`` and ``device``. ``shared`` takes
     the policy's trunk itself, whose dropout is switched off too. A copy learns even where ``source`` is
-    frozen. Raises ValueError if there is no policy to share it with.
+    frozen; of a policy with an adapter, its own adapter does. Raises ValueError if there is no policy to share it with.
     """
     if isinstance(source, (str, Path)):
         if shared:
             raise ValueError(f"a critic that shares its trunk needs the loaded policy, not the path {source}")
         source = load_policy(source, dtype=dtype, device=device)
         shared = True  # nobody else has it
+    width = source.config.get_text_config().hidden_size
     if shared:
-        return disable_dropout(Critic(trunk(source), source.config.get_text_config().hidden_size))
+        return disable_dropout(Critic(trunk(source), width))
+    if adapted_layers(source):
+        return disable_dropout(Critic(copy_what_learns(trunk(source), source), width))
     return disable_dropout(build_critic(source)).requires_grad_(True)
 
 

@@ -33,7 +33,7 @@ from lmrl.logprobs import completion_logprobs, completion_loss, require_output_h
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, Stopwatch, json_line, mean_metrics, read_metrics, rollout_metrics, summarise
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
-from lmrl.models import disable_dropout
+from lmrl.models import disable_dropout, merged
 from lmrl.policy import completion_texts, pad_left, pad_right, save_model
 from lmrl.ppo import value_clipped, value_loss
 from lmrl.recipes import (
@@ -892,7 +892,7 @@ def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
     write_whole(metrics, "".join(f"{line}\n" for line in lines))
     write_whole(folder / "config.json", json.dumps(asdict(replace(trainer.config, resume=None)), indent=2) + "\n")
     if not (folder / "checkpoint").exists():
-        save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": step})
+        save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": step})
     return folder, before, records
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lmrl.batch import Rollouts, rollouts_from_samples
+from lmrl.models import merged
 from lmrl.policy import (
     Samples,
     pad_left,
@@ -157,8 +158,11 @@ def start_engine(model, **options):
 
 
 def policy_weights(model) -> dict[str, Tensor]:
-    """Every parameter of ``model`` by name, detached; a shared one under each of its names (section 14)."""
-    return {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+    """Every parameter of ``model`` by name, detached; a shared one under each of its names (section 14).
+
+    An adapter is merged into copies of the weights: the engine knows of none, and ``model`` stays as it is.
+    """
+    return {name: weight.detach() for name, weight in merged(model).named_parameters(remove_duplicate=False)}
 
 
 def find_places(weights: dict[str, Tensor], engine_names: set[str], fused: dict[str, list[str]]) -> dict:

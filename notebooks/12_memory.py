@@ -114,7 +114,9 @@ def training_bytes(
     if optim not in OPTIMIZERS:
         raise ValueError(f"optim is {optim!r}; choose one of {', '.join(OPTIMIZERS)}")
     if master_weights and dtype == torch.float32:
-        raise ValueError("master_weights is for bfloat16 and float16: float32 weights are already what the optimiser steps")
+        raise ValueError(
+            "master_weights is for bfloat16 and float16: float32 weights are already what the optimiser steps"
+        )
     stepped = 4 if master_weights else dtype.itemsize
     counters = 4 * tensors if OPTIMIZERS[optim] else 0
     return {
@@ -1265,11 +1267,93 @@ with torch.no_grad():
     assert torch.equal(*twice)
 
 # %% [markdown]
+# ## An adapter instead of the weights
+#
+# Of the 16 bytes per parameter of the table above, 14 are there because the parameter learns. **LoRA** (Hu et al., 2022) lets only
+# a little learn: each matrix $W$ of $m \times n$ is frozen and acts as
+#
+# $$W + \frac{\alpha}{r} B A, \qquad B \in \mathbb{R}^{m \times r},\; A \in \mathbb{R}^{r \times n},$$
+#
+# with $B = 0$ at the start, so that the model begins as what it was, to the bit. What learns is $r (m + n)$ numbers for each
+# matrix, about a hundredth of a large model at $r = 16$. The package `peft` puts the matrices in. The output head gets none:
+# section 11 multiplies by its weight without asking the layer.
+#
+# Two things go wrong with adapters elsewhere. *Merging*, for a sampler that knows no adapters or for a checkpoint, is often done by adding
+# $BA$ to $W$ in place and subtracting it afterwards; in bfloat16 that does not give $W$ back, and a model that is called frozen wears
+# away, sync by sync. `merged` writes to new matrices, and never to $W$. *The reference* is often the policy with
+# its adapter switched off, which is another model than the policy was if the adapter had been trained before, and which leaves it off if
+# something fails in between. Nothing is ever switched here; what the reference is, is said below.
+
+
+# %% tags=["export:models"]
+def add_adapter(model, *, r: int = 16, alpha: int = 32, target_modules: str = "all-linear", seed: int = 0):
+    """Freeze ``model`` and give its linear layers a trainable LoRA adapter, in place; returns it (section 12).
+
+    ``target_modules`` is "all-linear", which leaves out the output head, or names of layers with commas between them. ``seed``
+    draws A, without a trace in PyTorch's generator; B is 0. ImportError without peft; ValueError, by peft, for names
+    that the model does not have. Hu et al., 2022.
+    """
+    if find_spec("peft") is None:
+        raise ImportError("an adapter needs the package peft: pip install 'lmrl[lora]'")
+    peft = importlib.import_module("peft")
+    names = target_modules if target_modules == "all-linear" else target_modules.replace(" ", "").split(",")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=names), model)
+    return disable_dropout(model)
+
+
+def adapted_layers(model) -> dict[str, torch.nn.Module]:
+    """The layers of ``model`` that have a LoRA adapter, by name; none without one (section 12)."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")}
+
+
+def copy_what_learns(module, model):
+    """A copy of ``module``, a part of ``model``; with an adapter it has an adapter of its own and shares what is frozen."""
+    shared = {id(w): w for w in model.parameters() if not w.requires_grad} if adapted_layers(model) else {}
+    return copy.deepcopy(module, shared)
+
+
+@torch.no_grad()
+def merged(model):
+    """``model`` with its LoRA adapter added to the weights, as a model without adapter (section 12).
+
+    The weights that have one are new, the others those of ``model``, which does not change. Without an adapter, it is ``model``.
+    """
+    if not adapted_layers(model):
+        return model
+    plain = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    for name, layer in adapted_layers(model).items():
+        base = plain.get_submodule(name).base_layer
+        base.weight = torch.nn.Parameter(layer.base_layer.weight + layer.get_delta_weight("default"), False)
+        plain.set_submodule(name, base)
+    return plain
+
+
+# %%
+policy = add_adapter(load_policy(folder), r=4)
+original = token_logprobs(load_policy(folder), *prompt, answer)
+assert torch.equal(token_logprobs(policy, *prompt, answer), original)
+learning = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
+print(f"{learning:,} of {parameter_count(policy):,} parameters learn")
+with torch.no_grad():
+    for layer in adapted_layers(policy).values():
+        layer.lora_B["default"].weight.normal_(std=0.05)
+    changed, plain = token_logprobs(policy, *prompt, answer), merged(policy)
+    assert torch.allclose(token_logprobs(plain, *prompt, answer), changed, atol=1e-5) and not torch.equal(
+        changed, original
+    )
+assert not adapted_layers(plain) and plain.get_input_embeddings().weight is policy.get_input_embeddings().weight
+
+# %% [markdown]
 # ## The reference
 #
 # The KL penalty of section 9 measures how far the policy has moved from where it began. For that the starting point must
 # stay where it was: the **reference** is a copy of the policy before its first step, without gradients. It must be a copy
 # and not a second name for the same weights, or the distance is zero for ever and the penalty does nothing.
+#
+# Of a policy with an adapter only the adapter is copied. What is frozen cannot move, and both models use the same tensors: such a
+# reference takes next to no memory, and it is the policy as it began, whatever its adapter had learned by then.
 #
 # With $\beta = 0$ nothing asks for it; then do not load it.
 
@@ -1278,13 +1362,13 @@ with torch.no_grad():
 def load_reference(source, *, dtype: str | torch.dtype = torch.float32, device: str | torch.device = "cpu"):
     """A frozen model in eval mode, to measure the KL from (section 12).
 
-    ``source`` is the policy before its first step, which is copied, or the path of a model, loaded as in `load_policy`
-    with ``dtype`` and ``device``.
+    ``source`` is the policy before its first step, which is copied, but for what an adapter has frozen, or the path of a
+    model, loaded as in `load_policy` with ``dtype`` and ``device``.
     """
     if isinstance(source, (str, Path)):
         model = load_policy(source, dtype=dtype, device=device)
     else:
-        model = disable_dropout(copy.deepcopy(source))
+        model = disable_dropout(copy_what_learns(source, source))
     return model.requires_grad_(False)
 
 
@@ -1324,15 +1408,18 @@ def load_critic(source, *, shared: bool = False, dtype: str | torch.dtype = torc
 
     ``source`` is the policy, or the path of a model, loaded as in `load_policy` with ``dtype`` and ``device``. ``shared`` takes
     the policy's trunk itself, whose dropout is switched off too. A copy learns even where ``source`` is
-    frozen. Raises ValueError if there is no policy to share it with.
+    frozen; of a policy with an adapter, its own adapter does. Raises ValueError if there is no policy to share it with.
     """
     if isinstance(source, (str, Path)):
         if shared:
             raise ValueError(f"a critic that shares its trunk needs the loaded policy, not the path {source}")
         source = load_policy(source, dtype=dtype, device=device)
         shared = True  # nobody else has it
+    width = source.config.get_text_config().hidden_size
     if shared:
-        return disable_dropout(Critic(trunk(source), source.config.get_text_config().hidden_size))
+        return disable_dropout(Critic(trunk(source), width))
+    if adapted_layers(source):
+        return disable_dropout(Critic(copy_what_learns(trunk(source), source), width))
     return disable_dropout(build_critic(source)).requires_grad_(True)
 
 

@@ -81,7 +81,7 @@ from lmrl.logprobs import (
     tile_shape,
     unflatten,
 )
-from lmrl.models import load_policy, load_tokenizer, stop_token_ids
+from lmrl.models import load_policy, load_tokenizer, merged, stop_token_ids
 from lmrl.policy import (
     Samples,
     addition_problems,
@@ -2441,8 +2441,11 @@ def start_engine(model, **options):
 
 # %% tags=["export:vllm_rollout"]
 def policy_weights(model) -> dict[str, Tensor]:
-    """Every parameter of ``model`` by name, detached; a shared one under each of its names (section 14)."""
-    return {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+    """Every parameter of ``model`` by name, detached; a shared one under each of its names (section 14).
+
+    An adapter is merged into copies of the weights: the engine knows of none, and ``model`` stays as it is.
+    """
+    return {name: weight.detach() for name, weight in merged(model).named_parameters(remove_duplicate=False)}
 
 
 def find_places(weights: dict[str, Tensor], engine_names: set[str], fused: dict[str, list[str]]) -> dict:

@@ -73,12 +73,16 @@ from lmrl.loss import policy_loss, token_weights
 from lmrl.memory import Plan, Setup, plan, plan_table, shape_of
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
 from lmrl.models import (
+    adapted_layers,
+    add_adapter,
     disable_dropout,
     find_device,
     load_config,
+    load_critic,
     load_policy,
     load_reference,
     load_tokenizer,
+    merged,
     resolve_model_path,
     stop_token_ids,
 )
@@ -117,7 +121,7 @@ from lmrl.signal import Interval, dynamic_sampling, frac_reward_zero_std, interv
 from lmrl.tasks import Example, Task, drop_long_prompts, encode_prompt, load_task
 from lmrl.trust_region import kl_k1, kl_k3
 from lmrl.values import Critic, build_critic, whiten
-from lmrl.vllm_rollout import VLLMSampler, generators_kept, import_vllm, parameter_checksums
+from lmrl.vllm_rollout import VLLMSampler, checksum, generators_kept, import_vllm, parameter_checksums
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -275,6 +279,16 @@ class TrainConfig:
     """Number format of the weights: "float32", "bfloat16", or "float16", which needs master_weights (section 16)."""
     master_weights: bool = False
     """float32 copies of bfloat16 or float16 weights, which are what the optimiser steps (section 12)."""
+    use_peft: bool = False
+    """Freeze the model and train a LoRA adapter; checkpoint/ is the model with the adapter merged (section 12)."""
+    lora_r: int = 16
+    """Rank of the adapter (section 12)."""
+    lora_alpha: int = 32
+    """The adapter's product BA is multiplied by lora_alpha / lora_r (section 12)."""
+    lora_dropout: float = 0.0
+    """Only 0: with dropout, log-probs of the same tokens differ from pass to pass (section 12)."""
+    lora_target_modules: str = "all-linear"
+    """Names of the layers that get the adapter, with commas between; "all-linear" leaves out the output head (section 12)."""
     device: str = "auto"
     """"auto" is a GPU if there is one, else the CPU (section 12)."""
 
@@ -315,6 +329,7 @@ def check_config(config: TrainConfig) -> None:
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
     positive += ("vllm_importance_sampling_clip_max", "max_skipped_updates", "num_mini_batches")
+    positive += ("lora_r", "lora_alpha")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -413,6 +428,15 @@ def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
             c.dtype == "float16" and not c.master_weights,
             "dtype float16 needs master_weights: in float16 AdamW's epsilon of 1e-8 is zero, and it divides by it; set "
             "master_weights, or take bfloat16",
+        ),
+        (
+            c.lora_dropout != 0,
+            f"lora_dropout is {c.lora_dropout}; with dropout the log-probs of the same tokens differ from pass to pass, so that "
+            "ratios and KL are not those of the policy: leave it at 0",
+        ),
+        (
+            not c.use_peft and (c.lora_r, c.lora_alpha, c.lora_target_modules) != (16, 32, "all-linear"),
+            "settings of a LoRA adapter without use_peft; set use_peft, or leave them out",
         ),
     ]
 
@@ -1704,8 +1728,8 @@ assert abs(ends[True] + 0.0947) < 1e-4 and abs(ends[False]) < 1e-6
 # its optimiser. What is left of the pass over the prompts, and the
 # generators of data and of sampling. The learning rate is not on the list: it follows from the number of steps. Nor is
 # anything of the sampler, PyTorch's or vLLM's: it gets a seed per call, drawn from the generator of the sampling, and its
-# weights are the policy's. The reference and the prompts stay what they were, so they are not copied; fingerprints of both tell
-# whether the run still finds the same.
+# weights are the policy's. The reference, the prompts, and under an adapter the model's own weights stay what they were, so they are
+# not copied; fingerprints tell whether the run still finds the same.
 
 
 # %% tags=["export:checkpoint"]
@@ -1736,6 +1760,8 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
         "data": {"generator": trainer.batches.generator.get_state(), "waiting": waiting},
         "sampling": {"generator": trainer.sampling.get_state()},
     }
+    if adapted_layers(trainer.model):
+        parts["adapter"] = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     if trainer.critic is not None:
         parts["critic"] = trainer.critic.state_dict()
         parts["critic_learner"] = learner_tensors(trainer.critic_learner)
@@ -1747,8 +1773,10 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
 
 
 def fingerprints(trainer) -> dict[str, str | None]:
-    """What has to be the same when a run goes on: of the training prompts, and of the reference's weights (section 16)."""
+    """What has to be the same when a run goes on: of training prompts, reference, and the policy's frozen weights (section 16)."""
+    frozen = {name: checksum(weight) for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
     contents = {"prompts": [example.prompt for example in trainer.task.train], "reference": None}
+    contents["frozen weights"] = frozen or None
     if trainer.reference is not None:
         contents["reference"] = parameter_checksums(trainer.reference)
     return {what: content and hashlib.sha256(repr(content).encode()).hexdigest() for what, content in contents.items()}
@@ -1809,7 +1837,7 @@ def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None)
         checkpoint.parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=checkpoint.parent, prefix=".unfinished-") as scratch:
             new = Path(scratch) / "new"
-            save_model(new, trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+            save_model(new, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
             (new / "trainer").mkdir()
             save_file(trainer_tensors(trainer), new / TENSORS)
             (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -1920,7 +1948,7 @@ def prune_checkpoints(folder: Path, limit: int | None) -> None:
 def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> None:
     """`write_checkpoint`, the policy once more as ``checkpoint``, then `prune_checkpoints` (section 16)."""
     write_checkpoint(trainer, folder, eval_pass_at_1)
-    save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": trainer.steps_done})
+    save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
     prune_checkpoints(folder, trainer.config.save_total_limit)
 
 
@@ -1984,7 +2012,10 @@ def restore(trainer, checkpoint: Path) -> None:
     def part(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
 
-    trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
+    if adapted_layers(trainer.model):  # on the model that the run began with; the checkpoint's has the adapter in its weights
+        trainer.model.load_state_dict(part("adapter"), strict=False)
+    else:
+        trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
     load_learner(trainer.learner, part("learner"))
     if trainer.critic is not None:
         trainer.critic.load_state_dict(part("critic"))
@@ -2134,7 +2165,7 @@ def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
     write_whole(metrics, "".join(f"{line}\n" for line in lines))
     write_whole(folder / "config.json", json.dumps(asdict(replace(trainer.config, resume=None)), indent=2) + "\n")
     if not (folder / "checkpoint").exists():
-        save_model(folder / "checkpoint", trainer.model, trainer.tokenizer, {"step": step})
+        save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": step})
     return folder, before, records
 
 
@@ -3053,9 +3084,12 @@ def build_trainer(config: TrainConfig) -> Trainer:
     if checkpoint is None:
         free_run_folder(config)
     task, tokenizer, model = load_parts(config)
+    if config.use_peft:
+        lora = {"r": config.lora_r, "alpha": config.lora_alpha, "target_modules": config.lora_target_modules}
+        add_adapter(model, **lora, seed=config.seed)
     sampler = build_sampler(replace(config, use_vllm=False), task, tokenizer, model)
     reference = load_reference(model) if config.beta != 0.0 else None
-    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model) if config.advantage_estimator == "gae" else None
     trainer = Trainer(config, model, tokenizer, task, sampler, reference, critic)
     if checkpoint is not None:
         restore(trainer, checkpoint)

@@ -1152,6 +1152,37 @@ def whitening_over_tokens_that_are_not_trained(token_advantages):
     return edited(token_advantages, "loss_mask(rollouts, config.mask_truncated_completions)", "mask")
 
 
+@planted("lmrl.models.merged", "test_lora.py::test_pitfall_21_base_weights_are_bit_identical_after_100_syncs")
+def adapter_merged_in_place_and_taken_out_again(merged):
+    def faulty(model):
+        layers = importlib.import_module("lmrl.models").adapted_layers(model).values()
+        plain = merged(model)
+        for layer in layers:
+            layer.merge()
+            layer.unmerge()
+        return plain
+
+    return faulty
+
+
+@planted("lmrl.models.copy_what_learns", "test_lora.py::test_pitfall_21_the_kl_starts_at_zero_whatever_the_adapter_had_learned",
+         start=lambda: importlib.import_module("test_lora").trained(importlib.import_module("test_lora").adapted()))  # fmt: skip
+def reference_with_the_adapter_switched_off(copy_what_learns):
+    def faulty(module, model):
+        copied = copy_what_learns(module, model)
+        for layer in importlib.import_module("lmrl.models").adapted_layers(copied).values():
+            layer.enable_adapters(False)
+        return copied
+
+    return faulty
+
+
+@planted("lmrl.models.copy_what_learns", "test_lora.py::test_pitfall_21_the_kl_starts_at_zero_whatever_the_adapter_had_learned",
+         start=lambda: importlib.import_module("test_lora").adapted())  # fmt: skip
+def reference_that_moves_with_the_adapter(copy_what_learns):
+    return lambda module, model: copy.deepcopy(module, {id(w): w for w in model.parameters()})
+
+
 @planted("lmrl.trainer.Trainer.update", OPTIONS + "test_target_kl_leaves_the_batch_before_the_step_that_is_too_far")
 def batch_left_one_step_late(update):
     return edited(update, "self.config.target_kl if steps", "self.config.target_kl if len(steps) > 3")
