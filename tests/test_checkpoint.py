@@ -404,6 +404,17 @@ def test_other_prompts_or_another_reference_are_refused_and_change_nothing(tmp_p
     assert torch.equal(parameters(other), parameters(make_trainer(settings))) and other.steps_done == 0
 
 
+def test_frozen_weights_are_not_copied_and_have_to_be_the_same(tmp_path):
+    def frozen(model_seed):
+        trainer = make_trainer(model_seed=model_seed)
+        trainer.model.model.layers[0].requires_grad_(False)
+        return trainer
+
+    checkpoint = write_checkpoint(frozen(0), tmp_path)
+    assert refusal(restore, frozen(0), checkpoint) == "nothing is refused"
+    assert "the run's frozen weights changed" in refusal(restore, frozen(1), checkpoint)
+
+
 def test_restore_refuses_other_settings(tmp_path):
     first = make_trainer()
     checkpoint = write_checkpoint(first, tmp_path)
