@@ -96,6 +96,8 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
     }
     if adapted_layers(trainer.model):
         parts["adapter"] = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    if trainer.config.sync_ref_model:
+        parts["reference"] = dict(trainer.reference.named_parameters())
     if trainer.critic is not None:
         parts["critic"] = trainer.critic.state_dict()
         parts["critic_learner"] = learner_tensors(trainer.critic_learner)
@@ -111,7 +113,7 @@ def fingerprints(trainer) -> dict[str, str | None]:
     frozen = {name: checksum(weight) for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
     contents = {"prompts": [example.prompt for example in trainer.task.train], "reference": None}
     contents["frozen weights"] = frozen or None
-    if trainer.reference is not None:
+    if trainer.reference is not None and not trainer.config.sync_ref_model:
         contents["reference"] = parameter_checksums(trainer.reference)
     return {what: content and hashlib.sha256(repr(content).encode()).hexdigest() for what, content in contents.items()}
 
@@ -321,6 +323,8 @@ def restore(trainer, checkpoint: Path) -> None:
     else:
         trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
     load_learner(trainer.learner, part("learner"))
+    if trainer.config.sync_ref_model:
+        trainer.reference.load_state_dict(part("reference"), strict=False)
     if trainer.critic is not None:
         trainer.critic.load_state_dict(part("critic"))
         load_learner(trainer.critic_learner, part("critic_learner"))

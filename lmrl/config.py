@@ -35,6 +35,8 @@ class TrainConfig:
     """Steps: batches that are generated and learned from (section 16)."""
     per_device_train_batch_size: int = 512
     """Completions of the greatest length that go through the model at once (section 11)."""
+    gradient_checkpointing: bool = False
+    """Keep only the layers' inputs for the backward pass, and compute the rest a second time: less memory (section 12)."""
     gradient_accumulation_steps: int = 1
     """Times as many completions per optimiser step, for the same memory (section 11)."""
     num_generations: int = 4
@@ -112,6 +114,12 @@ class TrainConfig:
     """How tokens are weighted: "dapo" or "bnpo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
     beta: float = 0.0
     """Strength of the KL penalty to the starting policy; 0 needs no reference model (section 9)."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every ref_model_sync_steps steps (section 16)."""
+    ref_model_mixup_alpha: float = 0.6
+    """The policy's share in the new reference; 1 is a copy of the policy (section 16)."""
+    ref_model_sync_steps: int = 512
+    """Steps between two moves of the reference (section 16)."""
     kl_estimator: str = "k3"
     """"k1", "k2" or "k3" of the sampled token, or "exact" over the vocabulary (sections 9 and 14)."""
     kl_in: str = "loss"
@@ -196,7 +204,7 @@ def check_config(config: TrainConfig) -> None:
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
     positive += ("vllm_importance_sampling_clip_max", "max_skipped_updates", "num_mini_batches")
-    positive += ("lora_r", "lora_alpha")
+    positive += ("lora_r", "lora_alpha", "ref_model_sync_steps")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -299,5 +307,18 @@ def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
         (
             not c.use_peft and (c.lora_r, c.lora_alpha, c.lora_target_modules) != (16, 32, "all-linear"),
             "settings of a LoRA adapter without use_peft; set use_peft, or leave them out",
+        ),
+        (
+            c.sync_ref_model and c.beta == 0,
+            "sync_ref_model moves the reference, but with beta 0 there is none; set beta, or leave sync_ref_model out",
+        ),
+        (
+            c.sync_ref_model and not 0 < c.ref_model_mixup_alpha <= 1,
+            f"ref_model_mixup_alpha is {c.ref_model_mixup_alpha}; it is the policy's share, so take 0 < share <= 1",
+        ),
+        (
+            c.sync_ref_model and c.use_peft,
+            "sync_ref_model mixes weights, but the product BA of mixed adapters is not the mix of their products; leave out "
+            "sync_ref_model or use_peft",
         ),
     ]

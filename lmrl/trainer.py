@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
@@ -91,6 +92,8 @@ __all__ = [
     "Learner",
     "needs_old_logprobs",
     "mini_batches",
+    "move_reference",
+    "checkpointed",
     "update_metrics",
     "Trainer",
     "Evaluation",
@@ -567,6 +570,26 @@ def mini_batches(rollouts: Rollouts, config: TrainConfig) -> list[list[tuple[Rol
     return batches
 
 
+@torch.no_grad()
+def move_reference(reference, model, alpha: float) -> None:
+    """Set the weights of ``reference`` to ``alpha`` times those of ``model`` and 1 - ``alpha`` times its own (section 16)."""
+    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
+        dtype = torch.promote_types(old.dtype, torch.float32)
+        old.copy_(torch.lerp(old.to(dtype), new.to(dtype), alpha))
+
+
+@contextmanager
+def checkpointed(layers: list[torch.nn.Module]) -> Iterator[None]:
+    """Let gradient checkpointing act on ``layers`` in a ``with`` block; what is inside of them stays in eval mode."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
 def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict[str, float]:
     """The metrics of an update from those of its optimiser steps: means over those of the last pass (section 16).
 
@@ -623,6 +646,11 @@ class Trainer:
         if critic is not None:
             disable_dropout(critic.trunk)
             self.critic_learner = Learner(critic, config.critic_learning_rate, config)
+        self.checkpointed = []
+        if config.gradient_checkpointing:
+            for part in [model] if critic is None else [model, critic.trunk]:
+                part.gradient_checkpointing_enable({"use_reentrant": False})
+                self.checkpointed += [m for m in part.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.batches = ShuffledBatches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
@@ -637,6 +665,8 @@ class Trainer:
                 learning = self.update(rollouts)
             self.sampler.sync(self.model)
         self.steps_done += 1
+        if self.config.sync_ref_model and self.steps_done % self.config.ref_model_sync_steps == 0:
+            move_reference(self.reference, self.model, self.config.ref_model_mixup_alpha)
         counted = mean_metrics(self.reward_metrics)
         return {"step": self.steps_done, **counted, **rollout_metrics(drawn), **learning, **watch.metrics()}
 
@@ -693,7 +723,8 @@ class Trainer:
         if self.critic_learner is not None:
             self.critic_learner.start(self.steps_done)
         for pieces in batches * self.config.num_iterations:
-            learned = self.learn(pieces, self.config.target_kl if steps else None)
+            with checkpointed(self.checkpointed):
+                learned = self.learn(pieces, self.config.target_kl if steps else None)
             if learned is None:
                 break
             steps.append(learned)

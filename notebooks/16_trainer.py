@@ -63,6 +63,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
@@ -157,6 +158,8 @@ class TrainConfig:
     """Steps: batches that are generated and learned from (section 16)."""
     per_device_train_batch_size: int = 512
     """Completions of the greatest length that go through the model at once (section 11)."""
+    gradient_checkpointing: bool = False
+    """Keep only the layers' inputs for the backward pass, and compute the rest a second time: less memory (section 12)."""
     gradient_accumulation_steps: int = 1
     """Times as many completions per optimiser step, for the same memory (section 11)."""
     num_generations: int = 4
@@ -234,6 +237,12 @@ class TrainConfig:
     """How tokens are weighted: "dapo" or "bnpo" (every token alike), "grpo" or "dr_grpo" (section 11)."""
     beta: float = 0.0
     """Strength of the KL penalty to the starting policy; 0 needs no reference model (section 9)."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every ref_model_sync_steps steps (section 16)."""
+    ref_model_mixup_alpha: float = 0.6
+    """The policy's share in the new reference; 1 is a copy of the policy (section 16)."""
+    ref_model_sync_steps: int = 512
+    """Steps between two moves of the reference (section 16)."""
     kl_estimator: str = "k3"
     """"k1", "k2" or "k3" of the sampled token, or "exact" over the vocabulary (sections 9 and 14)."""
     kl_in: str = "loss"
@@ -329,7 +338,7 @@ def check_config(config: TrainConfig) -> None:
     positive += ("max_completion_length", "temperature", "learning_rate", "save_steps", "max_grad_norm")
     positive += ("num_eval_problems", "num_eval_generations", "num_generations", "critic_learning_rate", "vf_coef")
     positive += ("vllm_importance_sampling_clip_max", "max_skipped_updates", "num_mini_batches")
-    positive += ("lora_r", "lora_alpha")
+    positive += ("lora_r", "lora_alpha", "ref_model_sync_steps")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be greater than 0")
@@ -437,6 +446,19 @@ def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
         (
             not c.use_peft and (c.lora_r, c.lora_alpha, c.lora_target_modules) != (16, 32, "all-linear"),
             "settings of a LoRA adapter without use_peft; set use_peft, or leave them out",
+        ),
+        (
+            c.sync_ref_model and c.beta == 0,
+            "sync_ref_model moves the reference, but with beta 0 there is none; set beta, or leave sync_ref_model out",
+        ),
+        (
+            c.sync_ref_model and not 0 < c.ref_model_mixup_alpha <= 1,
+            f"ref_model_mixup_alpha is {c.ref_model_mixup_alpha}; it is the policy's share, so take 0 < share <= 1",
+        ),
+        (
+            c.sync_ref_model and c.use_peft,
+            "sync_ref_model mixes weights, but the product BA of mixed adapters is not the mix of their products; leave out "
+            "sync_ref_model or use_peft",
         ),
     ]
 
@@ -1105,6 +1127,14 @@ for dtype, master_weights in (("float32", False), ("bfloat16", False), ("bfloat1
 # ratio compares with, so that the old log-probs have to be known before the first. What is a statement about the batch, such as
 # whitening, has been made before it is cut.
 #
+# **A reference that follows.** The KL to the starting policy ends a long run early. With `sync_ref_model` the reference goes
+# along: every `ref_model_sync_steps` steps it becomes $\alpha \theta + (1 - \alpha) \theta_{\mathrm{ref}}$ with $\alpha$ =
+# `ref_model_mixup_alpha` (Gorbatovski et al., 2024). The penalty is then for the way since the last moves.
+#
+# **Gradient checkpointing** is section 12's: only the layers' inputs are kept, and the backward pass computes each layer again. The
+# numbers are the same. transformers does it for layers in training mode alone, in which they have no cache; so that mode is on while
+# `learn` runs, and for the layers themselves alone, and the sampler keeps its cache.
+#
 # **When to leave a batch.** With `target_kl`, no further step is taken from a batch as soon as the policy, in the forward pass before
 # that step, is farther from the old one than that. The pass is wasted then; in exchange the KL is measured on all tokens of the
 # step, and not guessed. `updates` is the number of optimiser steps that a batch gave.
@@ -1128,6 +1158,26 @@ def mini_batches(rollouts: Rollouts, config: TrainConfig) -> list[list[tuple[Rol
         trained[0] |= ~trained.any()  # a step without any signal is still a step, with gradient zero
         batches.append(list(micro_batches(batch.select(trained), weights[trained], token_budget(batch, config))))
     return batches
+
+
+@torch.no_grad()
+def move_reference(reference, model, alpha: float) -> None:
+    """Set the weights of ``reference`` to ``alpha`` times those of ``model`` and 1 - ``alpha`` times its own (section 16)."""
+    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
+        dtype = torch.promote_types(old.dtype, torch.float32)
+        old.copy_(torch.lerp(old.to(dtype), new.to(dtype), alpha))
+
+
+@contextmanager
+def checkpointed(layers: list[torch.nn.Module]) -> Iterator[None]:
+    """Let gradient checkpointing act on ``layers`` in a ``with`` block; what is inside of them stays in eval mode."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict[str, float]:
@@ -1187,6 +1237,11 @@ class Trainer:
         if critic is not None:
             disable_dropout(critic.trunk)
             self.critic_learner = Learner(critic, config.critic_learning_rate, config)
+        self.checkpointed = []
+        if config.gradient_checkpointing:
+            for part in [model] if critic is None else [model, critic.trunk]:
+                part.gradient_checkpointing_enable({"use_reentrant": False})
+                self.checkpointed += [m for m in part.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.batches = ShuffledBatches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
@@ -1201,6 +1256,8 @@ class Trainer:
                 learning = self.update(rollouts)
             self.sampler.sync(self.model)
         self.steps_done += 1
+        if self.config.sync_ref_model and self.steps_done % self.config.ref_model_sync_steps == 0:
+            move_reference(self.reference, self.model, self.config.ref_model_mixup_alpha)
         counted = mean_metrics(self.reward_metrics)
         return {"step": self.steps_done, **counted, **rollout_metrics(drawn), **learning, **watch.metrics()}
 
@@ -1257,7 +1314,8 @@ class Trainer:
         if self.critic_learner is not None:
             self.critic_learner.start(self.steps_done)
         for pieces in batches * self.config.num_iterations:
-            learned = self.learn(pieces, self.config.target_kl if steps else None)
+            with checkpointed(self.checkpointed):
+                learned = self.learn(pieces, self.config.target_kl if steps else None)
             if learned is None:
                 break
             steps.append(learned)
@@ -1762,6 +1820,8 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
     }
     if adapted_layers(trainer.model):
         parts["adapter"] = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    if trainer.config.sync_ref_model:
+        parts["reference"] = dict(trainer.reference.named_parameters())
     if trainer.critic is not None:
         parts["critic"] = trainer.critic.state_dict()
         parts["critic_learner"] = learner_tensors(trainer.critic_learner)
@@ -1777,7 +1837,7 @@ def fingerprints(trainer) -> dict[str, str | None]:
     frozen = {name: checksum(weight) for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
     contents = {"prompts": [example.prompt for example in trainer.task.train], "reference": None}
     contents["frozen weights"] = frozen or None
-    if trainer.reference is not None:
+    if trainer.reference is not None and not trainer.config.sync_ref_model:
         contents["reference"] = parameter_checksums(trainer.reference)
     return {what: content and hashlib.sha256(repr(content).encode()).hexdigest() for what, content in contents.items()}
 
@@ -2017,6 +2077,8 @@ def restore(trainer, checkpoint: Path) -> None:
     else:
         trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
     load_learner(trainer.learner, part("learner"))
+    if trainer.config.sync_ref_model:
+        trainer.reference.load_state_dict(part("reference"), strict=False)
     if trainer.critic is not None:
         trainer.critic.load_state_dict(part("critic"))
         load_learner(trainer.critic_learner, part("critic_learner"))

@@ -1177,10 +1177,9 @@ def reference_with_the_adapter_switched_off(copy_what_learns):
     return faulty
 
 
-@planted("lmrl.models.copy_what_learns", "test_lora.py::test_pitfall_21_the_kl_starts_at_zero_whatever_the_adapter_had_learned",
-         start=lambda: importlib.import_module("test_lora").adapted())  # fmt: skip
-def reference_that_moves_with_the_adapter(copy_what_learns):
-    return lambda module, model: copy.deepcopy(module, {id(w): w for w in model.parameters()})
+@planted("lmrl.trainer.move_reference", OPTIONS + "test_the_reference_follows_the_policy_by_its_share", alpha=0.3)
+def reference_and_policy_with_each_others_shares(move_reference):
+    return lambda reference, model, alpha: move_reference(reference, model, 1 - alpha)
 
 
 @planted("lmrl.trainer.Trainer.update", OPTIONS + "test_target_kl_leaves_the_batch_before_the_step_that_is_too_far")

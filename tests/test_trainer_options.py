@@ -4,9 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from test_trainer import SMALL, make_trainer, parameters, rollouts_of
+from test_trainer import SMALL, make_trainer, parameters, rollouts_of, untimed
 
 import lmrl.trainer as trainer_module
+from lmrl.checkpoint import restore, write_checkpoint
 from lmrl.config import TrainConfig, check_config
 from lmrl.memory import training_bytes
 from lmrl.trainer import Learner, learning_rate_factor, loss_mask, needs_old_logprobs, token_advantages
@@ -365,6 +366,64 @@ def test_the_rate_of_a_step_follows_from_the_number_of_steps_alone():
     assert trainer.critic_learner.optimizer.param_groups[0]["lr"] == critic_rate
 
 
+# --- a reference that follows, and gradient checkpointing -------------------------------------------------------------
+
+
+def weights_of(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_the_reference_follows_the_policy_by_its_share(alpha):
+    settings = {"sync_ref_model": True, "ref_model_mixup_alpha": alpha, "ref_model_sync_steps": 2}
+    trainer = make_trainer(replace(SMALL, beta=0.05, **settings), dtype=torch.float64)
+    expected, kl = weights_of(trainer.reference), []
+    for step in range(1, 6):
+        kl.append(trainer.step()["kl_ref"])
+        if step % 2 == 0:
+            expected = alpha * parameters(trainer) + (1 - alpha) * expected
+        assert torch.allclose(weights_of(trainer.reference), expected, rtol=0, atol=1e-12)
+    assert kl[1] > 1e-7 and (kl[2] < 1e-12) == (alpha == 1.0)
+
+
+def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path):
+    config = replace(SMALL, beta=0.05, sync_ref_model=True, ref_model_sync_steps=1)
+    whole, stopped, resumed = (make_trainer(config) for _ in range(3))
+    expected = [untimed(whole.step()) for _ in range(3)]
+    for _ in range(2):
+        stopped.step()
+    restore(resumed, write_checkpoint(stopped, tmp_path))
+    assert torch.equal(weights_of(resumed.reference), weights_of(stopped.reference))
+    assert untimed(resumed.step()) == expected[2]
+
+
+def bytes_kept(trainer, rollouts):
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trainer.update(rollouts)
+    return sum(kept)
+
+
+@pytest.mark.parametrize("settings", [{}, GAE])
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(settings):
+    runs, kept = [], []
+    for gradient_checkpointing in (False, True):
+        trainer = make_trainer(
+            replace(SMALL, gradient_checkpointing=gradient_checkpointing, num_iterations=2, **settings)
+        )
+        runs.append(([untimed(trainer.step()) for _ in range(2)], parameters(trainer)))
+        assert not any(module.training for module in trainer.model.modules())
+        if not settings:
+            kept.append(bytes_kept(trainer, rollouts_of(trainer)))
+    assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
+    assert not kept or kept[1] < kept[0] / 2
+
+
 # --- settings that exclude each other ---------------------------------------------------------------------------------
 
 
@@ -386,6 +445,9 @@ def test_the_rate_of_a_step_follows_from_the_number_of_steps_alone():
         ),
         ({"master_weights": True}, "master_weights is for bfloat16 and float16"),
         ({"dtype": "float16"}, "dtype float16 needs master_weights: .* epsilon"),
+        ({"sync_ref_model": True}, "with beta 0 there is none"),
+        ({"sync_ref_model": True, "beta": 0.1, "ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha is 0.0"),
+        ({"sync_ref_model": True, "beta": 0.1, "use_peft": True}, "sync_ref_model mixes weights"),
         ({"lr_scheduler_type": "polynomial"}, "choose one of linear, cosine, constant"),
     ],
 )
