@@ -316,9 +316,7 @@ def restore(trainer, checkpoint: Path) -> None:
     def part(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
 
-    if adapted_layers(
-        trainer.model
-    ):  # on the model that the run began with; the checkpoint's has the adapter in its weights
+    if adapted_layers(trainer.model):  # on the weights that the run began with
         trainer.model.load_state_dict(part("adapter"), strict=False)
     else:
         trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())

@@ -2072,7 +2072,7 @@ def restore(trainer, checkpoint: Path) -> None:
     def part(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
 
-    if adapted_layers(trainer.model):  # on the model that the run began with; the checkpoint's has the adapter in its weights
+    if adapted_layers(trainer.model):  # on the weights that the run began with
         trainer.model.load_state_dict(part("adapter"), strict=False)
     else:
         trainer.model.load_state_dict(load_policy(checkpoint, dtype=trainer.model.dtype).state_dict())
@@ -3409,6 +3409,7 @@ def plan_memory(config: PlanConfig) -> int:
         use_vllm=config.use_vllm,
         vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
         vllm_enable_sleep_mode=config.vllm_enable_sleep_mode,
+        gradient_checkpointing=config.gradient_checkpointing,
         fused_logits=config.fused_logits,
         world_size=config.world_size,
     )
