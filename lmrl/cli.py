@@ -282,6 +282,7 @@ def plan_memory(config: PlanConfig) -> int:
         use_vllm=config.use_vllm,
         vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
         vllm_enable_sleep_mode=config.vllm_enable_sleep_mode,
+        gradient_checkpointing=config.gradient_checkpointing,
         fused_logits=config.fused_logits,
         world_size=config.world_size,
     )

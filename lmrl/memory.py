@@ -295,7 +295,6 @@ class Setup:
     ``reward_model`` is its `ModelShape`. ``use_vllm`` adds an engine on the same GPU, which holds a prompt's cache once for its
     ``num_generations`` completions. Without it the trainer's own weights generate. The engine takes the share
     ``vllm_gpu_memory_utilization`` of a GPU, all the time, or with ``vllm_enable_sleep_mode`` while it generates.
-    ``gradient_checkpointing`` is not in section 16's trainer yet.
     """
 
     completions: int

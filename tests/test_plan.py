@@ -44,6 +44,10 @@ def test_the_settings_of_a_run_change_the_plan(capsys):
     assert total(half, "key-value cache") == pytest.approx(total(base, "key-value cache") / 2, rel=0.05)
     _, split, _ = plan_cli(capsys, "--per-device-train-batch-size", "256", "--gradient-accumulation-steps", "2")
     assert total(split, "key-value cache") == total(base, "key-value cache")
+    _, checkpointed, _ = plan_cli(capsys, "--gradient-checkpointing")
+    assert "layers' inputs" in checkpointed and "activations" not in checkpointed
+    _, master, _ = plan_cli(capsys, "--dtype", "bfloat16", "--master-weights")
+    assert "master weights" in master and total(master, "optimiser ") == total(base, "optimiser ")
     _, short, _ = plan_cli(capsys, "--dtype", "bfloat16")
     assert "bfloat16" in short and total(short, "optimiser ") < total(base, "optimiser ")
 
@@ -80,7 +84,6 @@ def test_help_lists_the_settings(capsys):
     assert stopped.value.code == 0
     for name in ("--max-prompt-length", "--per-device-train-batch-size", "--world-size"):
         assert name in out
-    assert "checkpointing" not in out  # the trainer has no such setting
 
 
 def test_the_share_of_the_engine_is_a_setting(capsys):
