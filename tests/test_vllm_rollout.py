@@ -221,7 +221,7 @@ def sleeper(layer, monkeypatch):
         0,
     )
     sampler.max_model_length, sampler.max_completion_length, sampler.vocabulary = 8, 2, 5
-    sampler.sleeps, sampler.asleep = True, False
+    sampler.sleeps, sampler.asleep, sampler.shapes = True, False, {}
     monkeypatch.setattr(VLLMSampler, "parameters", lambda *_: None)
     sampler.sync(layer)
     return sampler
@@ -457,7 +457,7 @@ def test_wrong_names_raise_and_change_nothing(sampler, policy, prompts, change, 
 
 @vllm
 def test_a_policy_of_another_size_is_refused_and_changes_nothing(sampler, policy, prompts, start):
-    with pytest.raises(ValueError, match=r"lm_head.weight has the shape \[15, 32\], but \[15, 64\] in the engine"):
+    with pytest.raises(ValueError, match=r"embed_tokens.weight has the shape \[15, 32\], but \[15, 64\] in the engine"):
         sampler.sync(build_policy(start[0], hidden_size=32))
     assert largest_gap(policy, sampler.generate(prompts, 2, seed=0)) < 1e-4
 
