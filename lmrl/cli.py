@@ -345,7 +345,7 @@ def read_settings(path: str | Path, settings: type):
     yaml = optional_import("yaml", "train")
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")

@@ -56,6 +56,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple, get_args
 
+import ipywidgets as widgets
 import torch
 import transformers
 from IPython.display import Markdown, display
@@ -67,7 +68,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
-from lmrl.figures.style import COLORS, new_figure, show
+from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
@@ -1726,6 +1727,42 @@ def recipe_curves(rewards: dict[str, list[list[float]]], columns: int = 4) -> Fi
     for column in axes.T:
         [axis for axis in column if axis.axison][-1].tick_params(labelbottom=True)
         [axis for axis in column if axis.axison][-1].set_xlabel("step")
+    return figure
+
+
+def side_by_side(runs: dict[str, list[dict[str, float]]], width: int = 9) -> Figure:
+    """Six metrics of several runs against the step: faint as logged, strong as the mean of the ``width`` latest steps.
+
+    In the panel of the critic's loss a dotted line is half the variance of the rewards, the loss of a critic that says
+    their mean everywhere.
+    """
+    panels = {
+        "reward": "reward",
+        "kl_ref": "KL to the start [nats per token]",
+        "entropy": "entropy [nats per token]",
+        "clip_fraction": "share of clipped tokens",
+        "frac_reward_zero_std": "share of tied groups",
+        "value_loss": "loss of the critic",
+    }
+    figure, axes = new_figure(2, 3, height=4.2)
+    for axis, (metric, title) in zip(axes.flat, panels.items(), strict=True):
+        axis.set_title(title, fontsize=9)
+        for i, (name, records) in enumerate(runs.items()):
+            curve, (color, dashes) = [record[metric] for record in records if metric in record], run_style(i)
+            steps, smooth = range(1, len(curve) + 1), running_mean(curve, width)
+            axis.plot(steps, curve, color=color, alpha=0.3, linewidth=0.7)
+            axis.plot(steps, smooth, color=color, linewidth=1.8, linestyle=(0, dashes))
+            if metric == "reward":
+                axis.text(0.97, 0.05 + 0.11 * i, name, color=color, ha="right", transform=axis.transAxes)
+            if metric == "value_loss" and curve:
+                variance = running_mean([record["reward_std"] ** 2 / 2 for record in records], width)
+                axis.plot(steps, variance, color="black", linewidth=1.2, linestyle=":")
+                axis.text(len(curve), max(curve), "dotted: a constant critic", ha="right", va="top", fontsize=8)
+        axis.set_ylim(bottom=0.3 if metric == "reward" else 0)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left=0.06, right=0.985, bottom=0.11, top=0.94, wspace=0.22, hspace=0.3)
     return figure
 
 
@@ -3692,7 +3729,7 @@ def read_settings(path: str | Path, settings: type):
     yaml = optional_import("yaml", "train")
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")
@@ -3852,4 +3889,333 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 # %% [markdown]
-# **What is still missing.** All of this runs on a single machine. Section 17 leaves it.
+# ## PPO and GRPO, side by side
+#
+# Now the machine gets two recipes (section 14) and nothing else that differs: PPO with its critic, GAE and a KL to the start in the
+# reward, and GRPO with its group means and that KL in the loss. Both begin at the same warm start and see 50 batches of the same
+# prompts in the same order, 256 completions in each. A learning rate of $10^{-3}$, reached in ten steps, is bold; for a
+# policy of this size it is right, and it lets us see in one minute what otherwise takes hours.
+
+
+# %% tags=["demo"]
+def from_the_warm_start(recipe):
+    """The records of a short run of a recipe, and the held-out results before and after it."""
+    policy = load_policy(folder)
+    settings = replace(config, max_steps=50, warmup_steps=10, num_eval_problems=256, **RECIPES[recipe].settings)
+    critic = build_critic(policy) if settings.advantage_estimator == "gae" else None
+    parts = replace(sampler, model=policy), load_reference(policy), critic
+    trainer = Trainer(settings, policy, tokenizer, task, *parts)
+    before = evaluate(trainer)
+    return [trainer.step() for _ in range(settings.max_steps)], before, evaluate(trainer)
+
+
+# %%
+results = {recipe: from_the_warm_start(recipe) for recipe in ("ppo", "grpo")}
+runs = {recipe.upper(): records for recipe, (records, _, _) in results.items()}
+for name, (_, before, after) in zip(runs, results.values(), strict=True):
+    print(f"{name:5} held-out pass@1 {before} → {after}")
+    assert after.pass_at_1 - after.half_width > before.pass_at_1 + before.half_width
+show(
+    side_by_side(runs),
+    caption="PPO and GRPO from one warm start, one seed: faint each step, strong the mean of the latest nine. In reward "
+    "they cannot be told apart. The critic needs a dozen steps to be better than a constant.",
+    alt="Six panels against the step, a solid line for PPO and a dashed one for GRPO. The reward rises from 0.45 to above 0.6 "
+    "in both. KL to the start rises quickly at first and then levels off, entropy falls slowly, the share of clipped tokens peaks early and "
+    "goes to zero. The critic's loss falls from 0.45 to about 0.1, a little below the dotted line of a constant critic.",
+)
+
+# %% [markdown]
+# The same as numbers, each the mean over ten steps:
+
+# %%
+names = ["reward", "kl_ref", "kl_old", "entropy", "clip_fraction", "frac_reward_zero_std", "grad_norm", "value_loss"]
+print(f"{'':28}" + "".join(f"{f'steps {start + 1}-{start + 10}':>13}" for start in range(0, 50, 10)))
+for name, (run_name, records) in itertools.product(names, runs.items()):
+    curve = [record[name] for record in records if name in record]
+    if curve:
+        print(f"{name:22}{run_name:6}" + "".join(f"{sum(curve[i : i + 10]) / 10:13.4f}" for i in range(0, 50, 10)))
+
+# %% [markdown]
+# How does one read this? In the order in which faults are common.
+#
+# **Is it the machine?** Before the learning comes what must be so whatever is learned: first ratios at 1, the sampler's log-probs
+# at the trainer's, no step skipped, no answer cut off by the cap, a KL that starts at 0.
+
+# %%
+for name, records in runs.items():
+    worst = {key: max(record[key] for record in records) for key in ("ratio_error", "sampler_gap", "skipped_updates")}
+    print(
+        f"{name:5}", *(f"{key} {value:.1e}" for key, value in worst.items()), f"cut off {records[-1]['truncated']:.3f}"
+    )
+    assert worst["ratio_error"] < 1e-5 and worst["sampler_gap"] < 1e-3 and worst["skipped_updates"] == 0
+    assert records[0]["kl_ref"] < 1e-6
+
+# %% [markdown]
+# **Does it learn?** Yes, both: held-out pass@1 after the run is above its interval from before. Which is better? These numbers
+# do not say. The intervals are over problems, for one seed, and the difference is a fraction of their width; another seed
+# moves it as well. And a step's reward is a mean of 256 zeros and ones, with a standard error of at least $0.5 / \sqrt{256}
+# \approx 0.03$: the faint zigzag is that.
+#
+# **What does it pay?** In KL, all of it early: by steps 11 to 20 it is about where it stays, and half of the gain in reward is
+# made. The other half comes at no further distance from the start. A single high step is no alarm. The measured KL is a mean of $k_3$, which is exponential in the
+# log-ratio, so that a few tokens that have become rare can carry it (section 9); look whether it comes back with the next batch.
+# In entropy the price is small: there is still variety to learn from, and so the share of tied groups is far from 1.
+#
+# **Does it still move?** The clipped share and `kl_old` fall to zero at the end, and that is *not* convergence. They measure the
+# length of a step, and the learning rate has fallen to zero; the norm of the gradient has not fallen at all. This norm has
+# another lesson. GRPO's is about twice PPO's, because it divides advantages by the standard deviation of a group, which is at most
+# one half. So `max_grad_norm` 1 shortens most of its gradients and few of PPO's: one value of a setting, two meanings.
+#
+# **Is the critic worth its room?** Compare its loss with that of a constant critic, half the variance of the returns, which is
+# about that of the rewards. In the first ten steps it is worse than a constant; at the end it explains some part of the variance, a small
+# one. PPO's baseline is hardly better here than a mean, and each step takes longer for it.
+
+# %%
+for name, records in runs.items():
+    cut = sum(record["grad_norm"] > config.max_grad_norm for record in records) / len(records)
+    seconds = sum(record["update_seconds"] for record in records) / len(records)
+    print(f"{name:5} gradients shortened in {cut:.0%} of the steps; {seconds:.2f} seconds of a step for the update")
+for place, part in {"first": runs["PPO"][:10], "last": runs["PPO"][-10:]}.items():
+    constant = sum(record["reward_std"] ** 2 / 2 for record in part)
+    explained = 1 - sum(record["value_loss"] for record in part) / constant
+    print(f"the critic explains {explained:+.0%} of the variance in the {place} ten steps")
+    assert explained < 0 if place == "first" else 0 < explained < 0.5
+means = {name: sum(record["grad_norm"] for record in records) / 50 for name, records in runs.items()}
+assert means["GRPO"] > 1.3 * means["PPO"]
+for records in runs.values():
+    assert sum(r["clip_fraction"] for r in records[-10:]) < 0.5 * sum(r["clip_fraction"] for r in records[:10])
+    assert sum(r["grad_norm"] for r in records[-10:]) > 0.7 * sum(r["grad_norm"] for r in records[:10])
+
+# %% [markdown]
+# One setting of this picture is in no configuration file: the window. The mean of the $w$ latest steps is quieter, and late:
+# on a straight slope it shows what was $(w - 1) / 2$ steps ago. Pull it to 1, and every panel is the raw zigzag; pull it to 25, and a
+# high step becomes a long plateau, and the critic seems to need twice as long to pass the constant.
+
+# %%
+assert running_mean(list(range(50)), 9)[-1] == 49 - (9 - 1) / 2
+explore(
+    lambda width: side_by_side(runs, width),
+    width=widgets.IntSlider(9, 1, 25, description="steps in the mean", continuous_update=True),
+)
+
+# %% [markdown]
+# ## Exercises
+#
+# **1. Predict, then run.** These settings are PPO's way to use a batch. How many prompts does a step ask, how many completions does
+# it get, how many of them are behind one optimiser step, how many optimiser steps does the batch give, and at what learning rate
+# is the *second* batch of the run learned from?
+
+# %% tags=["exercise"]
+from lmrl.config import TrainConfig
+
+settings = TrainConfig(
+    max_steps=10,
+    warmup_steps=0,
+    learning_rate=1e-3,
+    per_device_train_batch_size=32,
+    gradient_accumulation_steps=2,
+    num_generations=8,
+    num_iterations=2,
+    num_mini_batches=4,
+)
+prediction = None  # [prompts, completions, completions per optimiser step, optimiser steps, learning rate]
+
+# %% tags=["solution"]
+from lmrl.config import TrainConfig
+
+settings = TrainConfig(
+    max_steps=10,
+    warmup_steps=0,
+    learning_rate=1e-3,
+    per_device_train_batch_size=32,
+    gradient_accumulation_steps=2,
+    num_generations=8,
+    num_iterations=2,
+    num_mini_batches=4,
+)
+prediction = [8, 64, 16, 8, 9e-4]  # the learning rate falls by steps of the run, not by steps of the optimiser
+
+# %% tags=["check"]
+import math
+
+from lmrl.models import load_policy, load_tokenizer, stop_token_ids
+from lmrl.policy import warm_start_folder
+from lmrl.rollout import TorchSampler
+from lmrl.tasks import load_task
+from lmrl.trainer import Stopwatch, Trainer
+
+assert prediction is not None, "write down five numbers first"
+tokenizer, model = load_tokenizer(warm_start_folder(seed=0)), load_policy(warm_start_folder(seed=0))
+sampler = TorchSampler(model, stop_token_ids(tokenizer, model), tokenizer.pad_token_id, settings.max_completion_length)
+trainer = Trainer(settings, model, tokenizer, load_task("arithmetic"), sampler)
+_, _, rollouts = trainer.gather(Stopwatch())
+trainer.step()
+metrics = trainer.step()
+per_update = settings.num_iterations * len(rollouts) // metrics["updates"]
+found = [len(rollouts.group.unique()), len(rollouts), per_update, metrics["updates"], metrics["learning_rate"]]
+assert len(prediction) == 5 and all(map(math.isclose, prediction, found)), f"the trainer says {found}"
+
+# %% [markdown]
+# **2. What the critic explains.** The dotted line above needs a reader who compares two curves. The number that practitioners log instead
+# is the share of the returns' variance that the critic explains, over the tokens of the mask:
+#
+# $$1 - \frac{\mathrm{mean}\,(G_t - V_t)^2}{\mathrm{Var}\,(G_t)} .$$
+#
+# A perfect critic has 1, a constant one that says the mean return 0, and one that has learned nothing yet less than 0. Write it; nothing
+# that stands outside of the mask may reach it, NaN neither. (Some libraries put the variance of $G - V$ above the line. Then a
+# critic that is off by a constant looks perfect.)
+
+# %% tags=["exercise"]
+import torch
+
+
+def explained_variance(values, returns, mask):
+    """1 - mean (G - V)² / Var G over the tokens of ``mask``: three [B, T] -> a scalar; the variance with ddof 0."""
+    raise NotImplementedError
+
+
+# %% tags=["solution"]
+import torch
+
+
+def explained_variance(values, returns, mask):
+    """1 - mean (G - V)² / Var G over the tokens of ``mask``: three [B, T] -> a scalar; the variance with ddof 0."""
+    values, returns = values[mask], returns[mask]
+    return 1 - (returns - values).square().mean() / returns.var(correction=0)
+
+
+# %% tags=["check"]
+from dataclasses import replace
+
+from lmrl.config import TrainConfig
+from lmrl.models import load_policy, load_reference, load_tokenizer, stop_token_ids
+from lmrl.policy import warm_start_folder
+from lmrl.recipes import RECIPES
+from lmrl.rollout import TorchSampler
+from lmrl.tasks import load_task
+from lmrl.trainer import Stopwatch, Trainer
+from lmrl.values import build_critic
+
+returns = torch.tensor([[1.0, 0.0, torch.nan], [1.0, 1.0, 0.0]], dtype=torch.float64)
+mask = torch.tensor([[True, True, False], [True, True, True]])
+mean = returns[mask].mean()
+for values, expected in (
+    (returns, 1.0),
+    (torch.full_like(returns, mean.item()), 0.0),
+    (returns + 0.5, 1 - 0.25 / 0.24),
+    (returns / 2, 1 - 0.6 / 4 / 0.24),
+):
+    found = float(explained_variance(values, returns, mask))
+    assert abs(found - expected) < 1e-10, f"explained variance {found:.4f}, and not {expected:.4f}"
+
+tokenizer, model = load_tokenizer(warm_start_folder(seed=0)), load_policy(warm_start_folder(seed=0))
+sampler = TorchSampler(model, stop_token_ids(tokenizer, model), tokenizer.pad_token_id, 4)
+settings = replace(TrainConfig(max_steps=10, per_device_train_batch_size=64), **RECIPES["ppo"].settings)
+parts = tokenizer, load_task("arithmetic"), sampler, load_reference(model), build_critic(model)
+trainer, watch = Trainer(settings, model, *parts), Stopwatch()
+examples, _, rollouts = trainer.gather(watch)
+rollouts = trainer.prepare(rollouts, examples, watch)
+found = float(explained_variance(rollouts.values, rollouts.returns, rollouts.mask))
+assert found < 0, f"a critic that has learned nothing explains {found:.2f} of the variance"
+
+# %% [markdown]
+# **3. Find the bug.** The checkpoint below keeps weights, optimiser, generators and the number of steps. Its author tested it:
+# twelve training prompts, four in each step, saved after step 3; the run went on as if it had never been stopped. Saved after step 2
+# it goes on too, without any error, and learns. The check holds both against a run that was not stopped.
+
+# %% tags=["exercise"]
+from copy import deepcopy
+
+
+def save(trainer):
+    """All that the next step reads and an earlier one wrote."""
+    return deepcopy(
+        {
+            "weights": trainer.model.state_dict(),
+            "optimizer": trainer.learner.optimizer.state_dict(),
+            "data": trainer.batches.generator.get_state(),
+            "sampling": trainer.sampling.get_state(),
+            "steps_done": trainer.steps_done,
+        }
+    )
+
+
+def resume(trainer, state):
+    """Put a new ``trainer`` where the saved one was."""
+    trainer.model.load_state_dict(state["weights"])
+    trainer.learner.optimizer.load_state_dict(state["optimizer"])
+    trainer.batches.generator.set_state(state["data"])
+    trainer.sampling.set_state(state["sampling"])
+    trainer.steps_done = state["steps_done"]
+
+
+# %% tags=["solution"]
+from copy import deepcopy
+
+
+def save(trainer):
+    """All that the next step reads and an earlier one wrote."""
+    return deepcopy(
+        {
+            "weights": trainer.model.state_dict(),
+            "optimizer": trainer.learner.optimizer.state_dict(),
+            "data": trainer.batches.generator.get_state(),
+            "waiting": trainer.batches.waiting,  # what is left of the pass: empty only after every third step
+            "sampling": trainer.sampling.get_state(),
+            "steps_done": trainer.steps_done,
+        }
+    )
+
+
+def resume(trainer, state):
+    """Put a new ``trainer`` where the saved one was."""
+    trainer.model.load_state_dict(state["weights"])
+    trainer.learner.optimizer.load_state_dict(state["optimizer"])
+    trainer.batches.generator.set_state(state["data"])
+    trainer.batches.waiting = state["waiting"]
+    trainer.sampling.set_state(state["sampling"])
+    trainer.steps_done = state["steps_done"]
+
+
+# %% tags=["check"]
+from dataclasses import replace
+
+import torch
+
+from lmrl.config import TrainConfig
+from lmrl.models import load_policy, load_tokenizer, stop_token_ids
+from lmrl.policy import warm_start_folder
+from lmrl.rollout import TorchSampler
+from lmrl.tasks import load_task
+from lmrl.trainer import Trainer
+
+
+def new_trainer():
+    folder = warm_start_folder(seed=0)
+    tokenizer, model = load_tokenizer(folder), load_policy(folder)
+    task = load_task("arithmetic")
+    settings = TrainConfig(max_steps=6, warmup_steps=0, per_device_train_batch_size=16, num_generations=4)
+    sampler = TorchSampler(model, stop_token_ids(tokenizer, model), tokenizer.pad_token_id, 4)
+    return Trainer(settings, model, tokenizer, replace(task, train=task.train[:12]), sampler)
+
+
+for saved_after in (3, 2):
+    stopped, again, never_stopped = new_trainer(), new_trainer(), new_trainer()
+    for _ in range(saved_after):
+        stopped.step()
+    resume(again, save(stopped))
+    for _ in range(saved_after, 5):
+        again.step()
+    for _ in range(5):
+        never_stopped.step()
+    pairs = zip(again.model.parameters(), never_stopped.model.parameters(), strict=True)
+    far = max((a - b).abs().max().item() for a, b in pairs)
+    assert far == 0, f"saved after step {saved_after}: after step 5 a weight differs by {far:.1e}"
+    assert torch.equal(again.sampling.get_state(), never_stopped.sampling.get_state())
+
+# %% [markdown]
+# ## What is still missing
+#
+# One process on one device did all of this: it had to wait for the sampler while it could have learned, and a model that does not fit
+# there cannot be trained at all. Section 17 spreads the same loop over several devices and lets sampler and trainer
+# work at the same time, which makes batches that are older than the policy, and brings section 14's corrections back.

@@ -285,6 +285,13 @@ def test_a_faulty_file_is_one_line(text, words, tmp_path, capsys):
     assert_refused(code, err, tmp_path, *words)
 
 
+def test_a_file_that_is_no_text_is_one_line(tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(b"name: \xe9t\xe9\n")
+    code, _, err = run_cli(tmp_path, capsys, "--config", str(path))
+    assert_refused(code, err, tmp_path, "settings.yaml is not YAML")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
