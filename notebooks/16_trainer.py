@@ -14,9 +14,10 @@
 # %% [markdown]
 # # 16. The complete machine
 #
-# **The question.** Every part exists: a policy and its sampler (section 1), group advantages (6), a critic (7 and 8), KL and
-# entropy (9), the clipped surrogate (10), tensors, masks and weights (11), loaded models (12), tied groups (13), the choices
-# that make a recipe (14), tasks and verifiers (15). What is the loop that makes a language model learn from them, and how does one see that it does?
+# **The question.** Every part exists: a policy and its sampler (section 1), group advantages (6), a critic (7 and 8), KL
+# and entropy (9), the clipped surrogate (10), tensors, masks and weights (11), loaded models (12), tied groups (13), the
+# choices that make a recipe (14), tasks and verifiers (15). What is the loop that makes a language model learn from
+# them, and how does one see that it does?
 #
 # One pass through the loop is a chain of functions. Each takes what it needs and returns something new; only the last
 # one changes the world:
@@ -27,6 +28,22 @@
 # The default is GRPO (Shao et al., 2024) in the form that the previous sections derived: a group mean as the baseline, the
 # clipped ratio, and a loss in which every token of the step weighs the same. The other recipes, from REINFORCE to PPO with
 # its critic, go through the same loop. They are section 14's choices, and here each choice is a setting.
+#
+# Around this chain stands what a run of hours needs, and a run of a minute does not. The parts in order; each can be
+# read alone:
+#
+# | part | its question | module |
+# |---|---|---|
+# | Settings | What describes a run, and which descriptions cannot work? | `lmrl.config` |
+# | From prompts to advantages, and to a step | What does each link of the chain take and give? | `lmrl.trainer` |
+# | The trainer | What does one step leave to the next? | `lmrl.trainer`, `lmrl.metrics` |
+# | Measuring | Is it better at problems that nobody trained on? | `lmrl.trainer` |
+# | What a run leaves behind | Where are the numbers, once the process is gone? | `lmrl.metrics` |
+# | Checkpoint and resume | How does a killed run go on as if nothing had happened? | `lmrl.checkpoint` |
+# | The run | What happens in which order, and on Ctrl-C? | `lmrl.trainer` |
+# | Before the first step | What is wrong with the set-up, seen before the curves show it? | `lmrl.preflight` |
+# | The command line | How is all this called? | `lmrl.cli`, `lmrl.report` |
+# | PPO and GRPO, side by side | What do the metrics say? | |
 
 # %%
 import base64
@@ -528,10 +545,10 @@ def reward_metrics(reward: RewardFunction) -> dict[str, float]:
 # (sections 7 and 8). What is taken from the reward, a punishment for length or the KL to the reference, is taken here: the
 # metrics keep the reward that the task gave.
 #
-# Advantages of single tokens can be whitened: section 7's mean 0 and standard deviation 1, over all tokens that enter the loss
-# and before the batch is cut into anything. TRL's PPO does that always, and can whiten the rewards before it as well. We do
-# not: a reward that is divided by the spread of its batch is measured in another unit in every step, and the critic, whose
-# target it is, would chase the unit.
+# Advantages of single tokens can be whitened: section 7's mean 0 and standard deviation 1, over all tokens that enter
+# the loss and before the batch is cut into anything. TRL's PPO does that always, and can whiten the rewards before it as
+# well. We do not: a reward that is divided by the spread of its batch is measured in another unit in every step, and the
+# critic, whose target it is, would chase the unit.
 
 
 # %% tags=["export"]
@@ -719,9 +736,10 @@ def predict_values(critic: Critic, rollouts: Rollouts, max_tokens: int) -> tuple
 
 
 # %% [markdown]
-# **Which rows are worth a pass?** A completion of a tied group has advantage zero, and without a KL penalty, an entropy bonus
-# or a critic it has no gradient at all: there is nothing to compute for it. The weights were fixed for the whole step, so
-# leaving such rows out changes no other row's share. Late in training most groups are tied, and most of the work goes away.
+# **Which rows are worth a pass?** A completion of a tied group has advantage zero, and without a KL penalty, an entropy
+# bonus or a critic it has no gradient at all: there is nothing to compute for it. The weights were fixed for the whole
+# step, so leaving such rows out changes no other row's share. Late in training most groups are tied, and most of the
+# work goes away.
 
 
 # %% tags=["export"]
@@ -994,27 +1012,29 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 # %% [markdown]
 # ### One optimiser step
 #
-# What steps a model is an object of its own, since a critic has one too. It holds AdamW, and takes care of two things that go
-# wrong in half precision or on a bad batch.
+# What steps a model is an object of its own, since a critic has one too. It holds AdamW, and takes care of two things
+# that go wrong in half precision or on a bad batch.
 #
 # **A gradient that is not finite.** Every log-prob may be fine and the gradient still `NaN`, or too large for its format. A
 # step along it would put `NaN` into every weight, and into Adam's moments, which never lose it again. So that one step is
 # skipped: weights and moments stay as they are, and `skipped_updates` counts it. Once is an accident. After
 # `max_skipped_updates` in a row the run stops, for then the fault is not in the batch.
 #
-# **Steps that are too small for the format.** AdamW moves a weight by about the learning rate $\eta$. The bfloat16 numbers
-# around a weight $w$ are $2^{-8}$ to $2^{-7}$ of $|w|$ apart, and less than half of that is rounded away: with $\eta =
-# 10^{-6}$ all weights above about $5\cdot10^{-4}$ stand still, however often they are pushed. With `master_weights` the
-# optimiser therefore steps a copy in float32, where the small steps add up, and the model gets the copy, rounded, after every step. What that takes is
-# section 12's table: 16 bytes for each parameter, as without half precision, but with its fast matrix products.
+# **Steps that are too small for the format.** AdamW moves a weight by about the learning rate $\eta$. The bfloat16
+# numbers around a weight $w$ are $2^{-8}$ to $2^{-7}$ of $|w|$ apart, and less than half of that is rounded away: with
+# $\eta = 10^{-6}$ all weights above about $5\cdot10^{-4}$ stand still, however often they are pushed. With
+# `master_weights` the optimiser therefore steps a copy in float32, where the small steps add up, and the model gets the
+# copy, rounded, after every step. What that takes is section 12's table: 16 bytes for each parameter, as without half
+# precision, but with its fast matrix products.
 #
-# **Gradients that are too small for the format.** float16 has more digits than bfloat16 and fewer exponents: below $6 \cdot
-# 10^{-8}$ there is nothing but zero, and many gradients are smaller. So the loss is multiplied by a scale $s$ before the backward pass, and
-# the float32 gradients divided by it before their norm is taken, so that `max_grad_norm` means the true gradient. $s$ is a power of
-# two, which changes the exponent of a number and none of its digits. A scale that is too high shows as a
-# gradient that is not finite: that step is skipped, and the next one has half the scale; after 2000 good steps twice
-# the scale is tried. Our loss is proportional to the weights of the tokens, so the scale is a factor on those; it has to go in
-# before section 11's fused loss, which has its gradients ready, and rounded, before anything is multiplied from outside.
+# **Gradients that are too small for the format.** float16 has more digits than bfloat16 and fewer exponents: below $6
+# \cdot 10^{-8}$ there is nothing but zero, and many gradients are smaller. So the loss is multiplied by a scale $s$
+# before the backward pass, and the float32 gradients divided by it before their norm is taken, so that `max_grad_norm`
+# means the true gradient. $s$ is a power of two, which changes the exponent of a number and none of its digits. A scale
+# that is too high shows as a gradient that is not finite: that step is skipped, and the next one has half the scale;
+# after 2000 good steps twice the scale is tried. Our loss is proportional to the weights of the tokens, so the scale is
+# a factor on those; it has to go in before section 11's fused loss, which has its gradients ready, and rounded, before
+# anything is multiplied from outside.
 
 
 # %% tags=["export"]
@@ -1114,31 +1134,13 @@ for dtype, master_weights in (("float32", False), ("bfloat16", False), ("bfloat1
 # %% [markdown]
 # ### One step of the run
 #
-# `step` reads straight down, in the order of the chain at the top, and reports the seconds of its phases: where a step
-# spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `gather` is the
-# stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if no
-# group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside the
-# rewards.
-# `update` is the inner half: `learn` adds up the gradients of all micro-batches and takes one optimiser step, and `update` does that
-# `num_iterations` times over the same batch. A critic has a `Learner` of its own and learns from the same pieces.
+# A step may cut its batch, move its reference and save memory on the way. First these three, each a function of its own.
 #
-# **Mini-batches.** PPO cuts a batch into `num_mini_batches` parts and takes a step for each. Each step is a loss of its own, so
-# the weights of its tokens are normalised over its own rows. The prompts of a batch came in random order, so that consecutive rows
-# are as good as any. One thing changes that no error would show: from the second step on the policy is no longer the one that the
-# ratio compares with, so that the old log-probs have to be known before the first. What is a statement about the batch, such as
-# whitening, has been made before it is cut.
-#
-# **A reference that follows.** The KL to the starting policy ends a long run early. With `sync_ref_model` the reference goes
-# along: every `ref_model_sync_steps` steps it becomes $\alpha \theta + (1 - \alpha) \theta_{\mathrm{ref}}$ with $\alpha$ =
-# `ref_model_mixup_alpha` (Gorbatovski et al., 2024). The penalty is then for the way since the last moves.
-#
-# **Gradient checkpointing** is section 12's: only the layers' inputs are kept, and the backward pass computes each layer again. The
-# numbers are the same. transformers does it for layers in training mode alone, in which they have no cache; so that mode is on while
-# `learn` runs, and for the layers themselves alone, and the sampler keeps its cache.
-#
-# **When to leave a batch.** With `target_kl`, no further step is taken from a batch as soon as the policy, in the forward pass before
-# that step, is farther from the old one than that. The pass is wasted then; in exchange the KL is measured on all tokens of the
-# step, and not guessed. `updates` is the number of optimiser steps that a batch gave.
+# **Mini-batches.** PPO cuts a batch into `num_mini_batches` parts and takes a step for each. Each step is a loss of its
+# own, so the weights of its tokens are normalised over its own rows. The prompts of a batch came in random order, so
+# that consecutive rows are as good as any. One thing changes that no error would show: from the second step on the
+# policy is no longer the one that the ratio compares with, so that the old log-probs have to be known before the first.
+# What is a statement about the batch, such as whitening, has been made before it is cut.
 
 
 # %% tags=["export"]
@@ -1161,6 +1163,13 @@ def mini_batches(rollouts: Rollouts, config: TrainConfig) -> list[list[tuple[Rol
     return batches
 
 
+# %% [markdown]
+# **A reference that follows.** The KL to the starting policy ends a long run early. With `sync_ref_model` the reference goes
+# along: every `ref_model_sync_steps` steps it becomes $\alpha \theta + (1 - \alpha) \theta_{\mathrm{ref}}$ with $\alpha$ =
+# `ref_model_mixup_alpha` (Gorbatovski et al., 2024). The penalty is then for the way since the last moves.
+
+
+# %% tags=["export"]
 @torch.no_grad()
 def move_reference(reference, model, alpha: float) -> None:
     """Set the weights of ``reference`` to ``alpha`` times those of ``model`` and 1 - ``alpha`` times its own (section 16)."""
@@ -1169,6 +1178,13 @@ def move_reference(reference, model, alpha: float) -> None:
         old.copy_(torch.lerp(old.to(dtype), new.to(dtype), alpha))
 
 
+# %% [markdown]
+# **Gradient checkpointing** is section 12's: only the layers' inputs are kept, and the backward pass computes each layer
+# again. The numbers are the same. transformers does it for layers in training mode alone, in which they have no cache;
+# so that mode is on while `learn` runs, and for the layers themselves alone, and the sampler keeps its cache.
+
+
+# %% tags=["export"]
 @contextmanager
 def checkpointed(layers: list[torch.nn.Module]) -> Iterator[None]:
     """Let gradient checkpointing act on ``layers`` in a ``with`` block; what is inside of them stays in eval mode."""
@@ -1181,6 +1197,17 @@ def checkpointed(layers: list[torch.nn.Module]) -> Iterator[None]:
             layer.training = False
 
 
+# %% [markdown]
+# **When to leave a batch.** With `target_kl`, no further step is taken from a batch as soon as the policy, in the
+# forward pass before that step, is farther from the old one than that. The pass is wasted then; in exchange the KL is
+# measured on all tokens of the step, and not guessed. `updates` is the number of optimiser steps that a batch gave.
+#
+# A batch may thus see several optimiser steps, and one number has to stand for all of them. Most are those of the last
+# pass, where ratios and gradients have moved furthest. What describes the policy as the batch found it is from the
+# first.
+
+
+# %% tags=["export"]
 def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict[str, float]:
     """The metrics of an update from those of its optimiser steps: means over those of the last pass (section 16).
 
@@ -1198,6 +1225,18 @@ def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict
         "updates": len(steps),
         "skipped_updates": sum(not math.isfinite(norm) for norm in norms),
     }
+
+
+# %% [markdown]
+# Now the object that holds it all together.
+#
+# `step` reads straight down, in the order of the chain at the top, and reports the seconds of its phases: where a step
+# spends its time depends on the model and the lengths, and is worth a look in every run (claim 11.5). `gather` is the
+# stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if
+# no group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside
+# the rewards. `update` is the inner half: `learn` adds up the gradients of all micro-batches and takes one optimiser
+# step, and `update` does that `num_iterations` times over the same batch. A critic has a `Learner` of its own and learns
+# from the same pieces.
 
 
 # %% tags=["export"]
@@ -1376,10 +1415,10 @@ phases = [metrics[f"{phase}_seconds"] for phase in ("generation", "reward", "upd
 assert sum(phases) <= metrics["seconds"]
 
 # %% [markdown]
-# Each of these numbers answers a question. The table has them all, with the range in which a run is usually well and the section
-# that explains it; other recipes log a few more. A range is a rule of thumb, and leaving it a reason to look. `reward/NAME` is
-# the mean of one of several weighted reward functions; what a function counts by itself, in a dictionary `metrics`, is
-# logged under the names that it gives.
+# Each of these numbers answers a question. The table has them all, with the range in which a run is usually well and the
+# section that explains it; other recipes log a few more. A range is a rule of thumb, and leaving it a reason to look.
+# `reward/NAME` is the mean of one of several weighted reward functions; what a function counts by itself, in a
+# dictionary `metrics`, is logged under the names that it gives.
 
 
 # %% tags=["export:metrics"]
@@ -1608,8 +1647,8 @@ def optional_import(module: str, extra: str):
 
 
 # %% [markdown]
-# TensorBoard is the default tracker and reads files. Weights & Biases and Trackio are services, or a local database, with the same
-# three functions: `init`, `log` and `finish`.
+# TensorBoard is the default tracker and reads files. Weights & Biases and Trackio are services, or a local database,
+# with the same three functions: `init`, `log` and `finish`.
 
 
 # %% tags=["export:metrics"]
@@ -1819,12 +1858,12 @@ print(f"with its memory {ends[True]:.4f}, without {abs(ends[False]):.4f}")
 assert abs(ends[True] + 0.0947) < 1e-4 and abs(ends[False]) < 1e-6
 
 # %% [markdown]
-# **What else does a step leave to the next?** The float32 copies of half-precision weights and the loss scale. The critic and
-# its optimiser. What is left of the pass over the prompts, and the
-# generators of data and of sampling. The learning rate is not on the list: it follows from the number of steps. Nor is
-# anything of the sampler, PyTorch's or vLLM's: it gets a seed per call, drawn from the generator of the sampling, and its
-# weights are the policy's. The reference, the prompts, and under an adapter the model's own weights stay what they were, so they are
-# not copied; fingerprints tell whether the run still finds the same.
+# **What else does a step leave to the next?** The float32 copies of half-precision weights and the loss scale. The
+# critic and its optimiser. What is left of the pass over the prompts, and the generators of data and of sampling. The
+# learning rate is not on the list: it follows from the number of steps. Nor is anything of the sampler, PyTorch's or
+# vLLM's: it gets a seed per call, drawn from the generator of the sampling, and its weights are the policy's. The
+# reference, the prompts, and under an adapter the model's own weights stay what they were, so they are not copied;
+# fingerprints tell whether the run still finds the same.
 
 
 # %% tags=["export:checkpoint"]
@@ -2050,8 +2089,8 @@ def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) 
 
 
 # %% [markdown]
-# **What may change on the way?** Where the run ends, how often it is saved and measured, on what device, and how many completions
-# go through the model at once. Any other setting makes another run; it is refused, by name.
+# **What may change on the way?** Where the run ends, how often it is saved and measured, on what device, and how many
+# completions go through the model at once. Any other setting makes another run; it is refused, by name.
 
 
 # %% tags=["export:checkpoint"]
@@ -2087,8 +2126,8 @@ def changed_settings(record: dict, config: TrainConfig) -> list[str]:
 
 
 # %% [markdown]
-# **Going on.** The trainer is built as at the start of the run, from the same model, so that a reference and a critic are there;
-# then everything that a step changes is put in its place.
+# **Going on.** The trainer is built as at the start of the run, from the same model, so that a reference and a critic
+# are there; then everything that a step changes is put in its place.
 
 
 # %% tags=["export:checkpoint"]
@@ -2127,8 +2166,8 @@ def restore(trainer, checkpoint: Path) -> None:
 
 
 # %% [markdown]
-# Does it hold? One trainer takes four steps. Another takes two and writes a checkpoint; a third, which never saw the first two,
-# goes on from it. And a checkpoint in which a single bit has flipped is noticed.
+# Does it hold? One trainer takes four steps. Another takes two and writes a checkpoint; a third, which never saw the
+# first two, goes on from it. And a checkpoint in which a single bit has flipped is noticed.
 
 # %%
 short = replace(config, max_steps=4, per_device_train_batch_size=64)
@@ -2180,10 +2219,10 @@ class InterruptRequest:
 
 
 # %% [markdown]
-# The run itself: measure, make the folder, take steps under a progress bar, measure and save now and then and at the end. The
-# folder is made only after everything that can be wrong with the set-up has had its chance to fail, the reward function
-# included. A run that goes on takes over its folder instead: what was logged after the checkpoint is cut off, for it will be
-# written again.
+# The run itself: measure, make the folder, take steps under a progress bar, measure and save now and then and at the
+# end. The folder is made only after everything that can be wrong with the set-up has had its chance to fail, the reward
+# function included. A run that goes on takes over its folder instead: what was logged after the checkpoint is cut off,
+# for it will be written again.
 
 
 # %% tags=["export"]
@@ -2328,7 +2367,7 @@ def progress_fields(metrics: dict[str, float]) -> dict[str, str]:
 
 
 # %% [markdown]
-# ## A short run
+# ### A first look
 #
 # Twenty-five steps of 256 completions are enough to see the curves move; `make train` takes the same code to the end.
 
@@ -2346,8 +2385,9 @@ show(
 assert max(record["ratio_error"] for record in records) == 0.0
 
 # %% [markdown]
-# PPO is the same trainer with other settings, a reference for the KL in its reward, and a critic. The first update changes
-# nothing else: its advantages come from `gae` (section 8), its ratios from the same pass.
+# PPO is the same trainer with other settings, a reference for the KL in its reward, and a critic. Its advantages come
+# from `gae` (section 8). Its old log-probs have to be known before the pass that learns, because the KL is a part of the
+# reward; the first ratios are 1 nevertheless. Three steps, to see that it runs; the closing part lets it learn.
 
 # %%
 ppo = replace(config, **RECIPES["ppo"].settings)
@@ -2363,10 +2403,11 @@ for _ in range(3):
 # %% [markdown]
 # ## Before the first step
 #
-# Most mistakes in a set-up raise no error: the run trains, a little worse, and the curves show it hours later or never. Yet
-# nearly all of them can be seen in a few completions, if one looks at the right numbers. So before its first step a run
-# looks. A **check** is a short function that returns what a line needs: a status, what was found with its number, and, unless
-# all is well, what to do about it. A check that makes no sense because another failed is skipped: one fault, one line.
+# Most mistakes in a set-up raise no error: the run trains, a little worse, and the curves show it hours later or never.
+# Yet nearly all of them can be seen in a few completions, if one looks at the right numbers. So before its first step a
+# run looks. A **check** is a short function that returns what a line needs: a status, what was found with its number,
+# and, unless all is well, what to do about it. A check that makes no sense because another failed is skipped: one fault,
+# one line.
 
 
 # %% tags=["export:preflight"]
@@ -2428,8 +2469,8 @@ def plain_logits(model, rollouts: Rollouts, picked: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# What several checks need is computed once, when the first of them asks. The trainer's own way of scoring is here twice, as a
-# `score` without gradients and as the pass that learns.
+# What several checks need is computed once, when the first of them asks. The trainer's own way of scoring is here twice,
+# as a `score` without gradients and as the pass that learns.
 
 
 # %% tags=["export:preflight"]
@@ -2504,8 +2545,8 @@ class Probe:
 
 
 # %% [markdown]
-# How far may two computations of one log-prob differ? In float32 by rounding, so a thousandth of a nat on average is a lot; in
-# half precision the logits themselves have steps of some hundredths.
+# How far may two computations of one log-prob differ? In float32 by rounding, so a thousandth of a nat on average is a
+# lot; in half precision the logits themselves have steps of some hundredths.
 
 
 # %% tags=["export:preflight"]
@@ -2515,9 +2556,9 @@ def allowed_difference(model) -> float:
 
 
 # %% [markdown]
-# **The texts.** One begin-of-sequence token, and the chat template applied once. `encode_prompt` (section 15) removes a second
-# BOS that a template writes, but a server that uses the same template will not. A prompt that holds the template's own markers
-# as text has probably been through it already.
+# **The texts.** One begin-of-sequence token, and the chat template applied once. `encode_prompt` (section 15) removes a
+# second BOS that a template writes, but a server that uses the same template will not. A prompt that holds the
+# template's own markers as text has probably been through it already.
 
 
 # %% tags=["export:preflight"]
@@ -2566,8 +2607,8 @@ def check_markers(probe: Probe) -> tuple[str, ...]:
 
 # %% [markdown]
 # **The end of a completion.** Padding with the end-of-sequence token is common, and harmless here, where masks come from
-# lengths; it is still worth a warning, because a tool that compares ids with the padding takes the stop token out of the loss,
-# and with it the lesson to stop (section 1). What the sampler returned shows whether this one keeps it.
+# lengths; it is still worth a warning, because a tool that compares ids with the padding takes the stop token out of the
+# loss, and with it the lesson to stop (section 1). What the sampler returned shows whether this one keeps it.
 
 
 # %% tags=["export:preflight"]
@@ -2693,8 +2734,8 @@ def check_alignment(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
-# **The sampler's log-probs.** They are compared with what the plain call gives at the run's temperature, top-k, top-p and min-p.
-# If they are far off, the first question is whether *another* temperature fits them, and which.
+# **The sampler's log-probs.** They are compared with what the plain call gives at the run's temperature, top-k, top-p
+# and min-p. If they are far off, the first question is whether *another* temperature fits them, and which.
 
 
 # %% tags=["export:preflight"]
@@ -2782,8 +2823,8 @@ def check_draws(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
-# What is left at the temperature that fits is the gap that section 14 corrects, if it is small: up to a tenth of a nat it is a
-# matter of precision, beyond it sampler and trainer compute different things.
+# What is left at the temperature that fits is the gap that section 14 corrects, if it is small: up to a tenth of a nat
+# it is a matter of precision, beyond it sampler and trainer compute different things.
 
 
 # %% tags=["export:preflight"]
@@ -2878,8 +2919,8 @@ def check_sync(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
-# **The reference** is the policy before its first step, so the KL to it starts at 0; and it stays there, so other weights of the
-# policy must not move it.
+# **The reference** is the policy before its first step, so the KL to it starts at 0; and it stays there, so other
+# weights of the policy must not move it.
 
 
 # %% tags=["export:preflight"]
@@ -2909,9 +2950,9 @@ def check_reference(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
-# **The reward** meets the completions that it will meet in the run, under a time limit, and after them two that come sooner or
-# later: an empty one, and one of random tokens. The limit is an alarm, which ends the call wherever it stands, in the main
-# thread; elsewhere there is none.
+# **The reward** meets the completions that it will meet in the run, under a time limit, and after them two that come
+# sooner or later: an empty one, and one of random tokens. The limit is an alarm, which ends the call wherever it stands,
+# in the main thread; elsewhere there is none.
 
 
 # %% tags=["export:preflight"]
@@ -3284,9 +3325,9 @@ def check_setup(config: TrainConfig) -> int:
 
 
 # %% [markdown]
-# `lmrl eval` measures what a run left behind, or any other model. Given the folder of a run, or a checkpoint in it, it takes the run's
-# settings: the same task, the same held-out problems, the same sampling. With the run's own number of answers it therefore repeats
-# the run's last measurement to the digit; by default it draws more of them, for pass@k.
+# `lmrl eval` measures what a run left behind, or any other model. Given the folder of a run, or a checkpoint in it, it
+# takes the run's settings: the same task, the same held-out problems, the same sampling. With the run's own number of
+# answers it therefore repeats the run's last measurement to the digit; by default it draws more of them, for pass@k.
 
 
 # %% tags=["export:cli"]
@@ -3352,8 +3393,8 @@ def evaluate_model(config: EvalConfig) -> int:
 
 
 # %% [markdown]
-# The samples are the most useful output of a measurement: a reward that is cheated shows there first. So they are also written to be
-# read, a problem at a time, with equal answers counted together.
+# The samples are the most useful output of a measurement: a reward that is cheated shows there first. So they are also
+# written to be read, a problem at a time, with equal answers counted together.
 
 
 # %% tags=["export"]
@@ -3399,8 +3440,8 @@ print(evaluation_table(before))
 print(readable_samples(before).partition("=== problem 3")[0])
 
 # %% [markdown]
-# `lmrl plan` takes the settings of `lmrl train`, and a few that a plan alone needs, and prints section 12's table: change the verb
-# of a command to know what it will take. It loads no weights.
+# `lmrl plan` takes the settings of `lmrl train`, and a few that a plan alone needs, and prints section 12's table:
+# change the verb of a command to know what it will take. It loads no weights.
 
 
 # %% tags=["export:cli"]
@@ -3455,9 +3496,10 @@ def plan_memory(config: PlanConfig) -> int:
 
 
 # %% [markdown]
-# One run says little. What a setting does shows when two runs stand side by side, and `lmrl report RUN RUN …` puts them on one page:
-# the curves of every metric, the settings in which they differ, and answers to the same problems before and after.
-# The page is one file without any link, so that it can be kept, or sent to someone. First, what a run left behind is read back.
+# One run says little. What a setting does shows when two runs stand side by side, and `lmrl report RUN RUN …` puts them
+# on one page: the curves of every metric, the settings in which they differ, and answers to the same problems before and
+# after. The page is one file without any link, so that it can be kept, or sent to someone. First, what a run left behind
+# is read back.
 
 
 # %% tags=["export:report"]
@@ -3688,10 +3730,10 @@ def write_report(config: ReportConfig) -> int:
 
 
 # %% [markdown]
-# A recipe is a file of settings. `--config configs/dapo.yaml` takes them as the defaults of the command line, whose options
-# still win; a run's own `config.json` is such a file too. A name that no setting has is refused, with the nearest that
-# one has, in the file and on the command line alike. A few settings have another name in TRL, or in its PPO trainer; those are
-# taken too.
+# A recipe is a file of settings. `--config configs/dapo.yaml` takes them as the defaults of the command line, whose
+# options still win; a run's own `config.json` is such a file too. A name that no setting has is refused, with the
+# nearest that one has, in the file and on the command line alike. A few settings have another name in TRL, or in its PPO
+# trainer; those are taken too.
 
 
 # %% tags=["export:cli"]
@@ -3891,10 +3933,10 @@ def main(arguments: list[str] | None = None) -> int:
 # %% [markdown]
 # ## PPO and GRPO, side by side
 #
-# Now the machine gets two recipes (section 14) and nothing else that differs: PPO with its critic, GAE and a KL to the start in the
-# reward, and GRPO with its group means and that KL in the loss. Both begin at the same warm start and see 50 batches of the same
-# prompts in the same order, 256 completions in each. A learning rate of $10^{-3}$, reached in ten steps, is bold; for a
-# policy of this size it is right, and it lets us see in one minute what otherwise takes hours.
+# Now the machine gets two recipes (section 14) and nothing else that differs: PPO with its critic, GAE and a KL to the
+# start in the reward, and GRPO with its group means and that KL in the loss. Both begin at the same warm start and see
+# 50 batches of the same prompts in the same order, 256 completions in each. A learning rate of $10^{-3}$, reached in ten
+# steps, is bold; for a policy of this size it is right, and it lets us see in one minute what otherwise takes hours.
 
 
 # %% tags=["demo"]
@@ -3918,10 +3960,11 @@ for name, (_, before, after) in zip(runs, results.values(), strict=True):
 show(
     side_by_side(runs),
     caption="PPO and GRPO from one warm start, one seed: faint each step, strong the mean of the latest nine. In reward "
-    "they cannot be told apart. The critic needs a dozen steps to be better than a constant.",
+    "they cannot be told apart. The critic needs some ten steps to be better than a constant.",
     alt="Six panels against the step, a solid line for PPO and a dashed one for GRPO. The reward rises from 0.45 to above 0.6 "
-    "in both. KL to the start rises quickly at first and then levels off, entropy falls slowly, the share of clipped tokens peaks early and "
-    "goes to zero. The critic's loss falls from 0.45 to about 0.1, a little below the dotted line of a constant critic.",
+    "in both. The KL to the start rises in the first fifteen steps and then stays, with one high step; the entropy falls "
+    "slowly; the share of clipped tokens goes to zero. The critic's loss begins at twice the dotted line of a constant "
+    "critic and ends a little below it, at 0.1.",
 )
 
 # %% [markdown]
@@ -3938,8 +3981,8 @@ for name, (run_name, records) in itertools.product(names, runs.items()):
 # %% [markdown]
 # How does one read this? In the order in which faults are common.
 #
-# **Is it the machine?** Before the learning comes what must be so whatever is learned: first ratios at 1, the sampler's log-probs
-# at the trainer's, no step skipped, no answer cut off by the cap, a KL that starts at 0.
+# **Is it the machine?** Before the learning comes what must be so whatever is learned: first ratios at 1, the sampler's
+# log-probs at the trainer's, no step skipped, no answer cut off by the cap, a KL that starts at 0.
 
 # %%
 for name, records in runs.items():
@@ -3951,24 +3994,26 @@ for name, records in runs.items():
     assert records[0]["kl_ref"] < 1e-6
 
 # %% [markdown]
-# **Does it learn?** Yes, both: held-out pass@1 after the run is above its interval from before. Which is better? These numbers
-# do not say. The intervals are over problems, for one seed, and the difference is a fraction of their width; another seed
-# moves it as well. And a step's reward is a mean of 256 zeros and ones, with a standard error of at least $0.5 / \sqrt{256}
-# \approx 0.03$: the faint zigzag is that.
+# **Does it learn?** Yes, both: held-out pass@1 after the run is above its interval from before. Which is better? These
+# numbers do not say. The intervals are over problems, for one seed, and the difference is a fraction of their width;
+# another seed moves it as well. And a step's reward is a mean of 256 zeros and ones, with a standard error of about
+# $0.5 / \sqrt{256} \approx 0.03$, and more, as answers to one prompt are alike: the faint zigzag is that.
 #
-# **What does it pay?** In KL, all of it early: by steps 11 to 20 it is about where it stays, and half of the gain in reward is
-# made. The other half comes at no further distance from the start. A single high step is no alarm. The measured KL is a mean of $k_3$, which is exponential in the
-# log-ratio, so that a few tokens that have become rare can carry it (section 9); look whether it comes back with the next batch.
-# In entropy the price is small: there is still variety to learn from, and so the share of tied groups is far from 1.
+# **What does it pay?** In KL, all of it early: by steps 11 to 20 it is about where it stays, and half of the gain in
+# reward is made. The other half comes at no further distance from the start. A single high step is no alarm. The
+# measured KL is a mean of $k_3$, which is exponential in the log-ratio, so that a few tokens that have become rare can
+# carry it (section 9); look whether it comes back with the next batch. In entropy the price is small: there is still
+# variety to learn from, and so the share of tied groups is far from 1.
 #
-# **Does it still move?** The clipped share and `kl_old` fall to zero at the end, and that is *not* convergence. They measure the
-# length of a step, and the learning rate has fallen to zero; the norm of the gradient has not fallen at all. This norm has
-# another lesson. GRPO's is about twice PPO's, because it divides advantages by the standard deviation of a group, which is at most
-# one half. So `max_grad_norm` 1 shortens most of its gradients and few of PPO's: one value of a setting, two meanings.
+# **Does it still move?** The clipped share and `kl_old` fall to zero at the end, and that is *not* convergence. They
+# measure the length of a step, and the learning rate has fallen to zero; the norm of the gradient has not fallen at all.
+# This norm has another lesson. GRPO's is about twice PPO's, because it divides advantages by the standard deviation of a
+# group, which is at most one half. So `max_grad_norm` 1 shortens most of its gradients and few of PPO's: one value of a
+# setting, two meanings.
 #
-# **Is the critic worth its room?** Compare its loss with that of a constant critic, half the variance of the returns, which is
-# about that of the rewards. In the first ten steps it is worse than a constant; at the end it explains some part of the variance, a small
-# one. PPO's baseline is hardly better here than a mean, and each step takes longer for it.
+# **Is the critic worth its room?** Compare its loss with that of a constant critic, half the variance of the returns,
+# which is about that of the rewards (1 minus the quotient is exercise 2). In the first ten steps it is worse than a constant; at the end it explains some
+# part of the variance, a small one. PPO's baseline is hardly better here than a mean, and each step takes longer for it.
 
 # %%
 for name, records in runs.items():
@@ -3987,9 +4032,9 @@ for records in runs.values():
     assert sum(r["grad_norm"] for r in records[-10:]) > 0.7 * sum(r["grad_norm"] for r in records[:10])
 
 # %% [markdown]
-# One setting of this picture is in no configuration file: the window. The mean of the $w$ latest steps is quieter, and late:
-# on a straight slope it shows what was $(w - 1) / 2$ steps ago. Pull it to 1, and every panel is the raw zigzag; pull it to 25, and a
-# high step becomes a long plateau, and the critic seems to need twice as long to pass the constant.
+# One setting of this picture is in no configuration file: the window. The mean of the $w$ latest steps is quieter, and
+# late: on a straight slope it shows what was $(w - 1) / 2$ steps ago. Pull it to 1, and every panel is the raw zigzag;
+# pull it to 25, and a high step becomes a long plateau, and the critic seems to need twice as long to pass the constant.
 
 # %%
 assert running_mean(list(range(50)), 9)[-1] == 49 - (9 - 1) / 2
@@ -4001,9 +4046,9 @@ explore(
 # %% [markdown]
 # ## Exercises
 #
-# **1. Predict, then run.** These settings are PPO's way to use a batch. How many prompts does a step ask, how many completions does
-# it get, how many of them are behind one optimiser step, how many optimiser steps does the batch give, and at what learning rate
-# is the *second* batch of the run learned from?
+# **1. Predict, then run.** These settings are PPO's way to use a batch. How many prompts does a step ask, how many
+# completions does it get, how many of them are behind one optimiser step, how many optimiser steps does the batch give,
+# and at what learning rate is the *second* batch of the run learned from?
 
 # %% tags=["exercise"]
 from lmrl.config import TrainConfig
@@ -4056,14 +4101,14 @@ found = [len(rollouts.group.unique()), len(rollouts), per_update, metrics["updat
 assert len(prediction) == 5 and all(map(math.isclose, prediction, found)), f"the trainer says {found}"
 
 # %% [markdown]
-# **2. What the critic explains.** The dotted line above needs a reader who compares two curves. The number that practitioners log instead
-# is the share of the returns' variance that the critic explains, over the tokens of the mask:
+# **2. What the critic explains.** The dotted line above needs a reader who compares two curves. The number that
+# practitioners log instead is the share of the returns' variance that the critic explains, over the tokens of the mask:
 #
 # $$1 - \frac{\mathrm{mean}\,(G_t - V_t)^2}{\mathrm{Var}\,(G_t)} .$$
 #
-# A perfect critic has 1, a constant one that says the mean return 0, and one that has learned nothing yet less than 0. Write it; nothing
-# that stands outside of the mask may reach it, NaN neither. (Some libraries put the variance of $G - V$ above the line. Then a
-# critic that is off by a constant looks perfect.)
+# A perfect critic has 1, a constant one that says the mean return 0, and one that has learned nothing yet less than 0.
+# Write it; nothing that stands outside of the mask may reach it, NaN neither. (Some libraries put the variance of $G -
+# V$ above the line. Then a critic that is off by a constant looks perfect.)
 
 # %% tags=["exercise"]
 import torch
@@ -4119,9 +4164,10 @@ found = float(explained_variance(rollouts.values, rollouts.returns, rollouts.mas
 assert found < 0, f"a critic that has learned nothing explains {found:.2f} of the variance"
 
 # %% [markdown]
-# **3. Find the bug.** The checkpoint below keeps weights, optimiser, generators and the number of steps. Its author tested it:
-# twelve training prompts, four in each step, saved after step 3; the run went on as if it had never been stopped. Saved after step 2
-# it goes on too, without any error, and learns. The check holds both against a run that was not stopped.
+# **3. Find the bug.** The checkpoint below keeps weights, optimiser, generators and the number of steps. Its author
+# tested it: twelve training prompts, four in each step, saved after step 3; the run went on as if it had never been
+# stopped. Saved after step 2 it goes on too, without any error, and learns. The check holds both against a run that was
+# not stopped.
 
 # %% tags=["exercise"]
 from copy import deepcopy
@@ -4216,6 +4262,7 @@ for saved_after in (3, 2):
 # %% [markdown]
 # ## What is still missing
 #
-# One process on one device did all of this: it had to wait for the sampler while it could have learned, and a model that does not fit
-# there cannot be trained at all. Section 17 spreads the same loop over several devices and lets sampler and trainer
-# work at the same time, which makes batches that are older than the policy, and brings section 14's corrections back.
+# One process on one device did all of this: it had to wait for the sampler while it could have learned, and a model that
+# does not fit there cannot be trained at all. Section 17 spreads the same loop over several devices and lets sampler and
+# trainer work at the same time, which makes batches that are older than the policy, and brings section 14's corrections
+# back.

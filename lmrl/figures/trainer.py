@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
 
-__all__ = ["learning_curve", "metric_curve", "run_style", "recipe_curves", "running_mean"]
+__all__ = ["learning_curve", "metric_curve", "run_style", "recipe_curves", "side_by_side", "running_mean"]
 
 
 def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] | None = None) -> Figure:
@@ -85,6 +85,42 @@ def recipe_curves(rewards: dict[str, list[list[float]]], columns: int = 4) -> Fi
     for column in axes.T:
         [axis for axis in column if axis.axison][-1].tick_params(labelbottom=True)
         [axis for axis in column if axis.axison][-1].set_xlabel("step")
+    return figure
+
+
+def side_by_side(runs: dict[str, list[dict[str, float]]], width: int = 9) -> Figure:
+    """Six metrics of several runs against the step: faint as logged, strong as the mean of the ``width`` latest steps.
+
+    In the panel of the critic's loss a dotted line is half the variance of the rewards, the loss of a critic that says
+    their mean everywhere.
+    """
+    panels = {
+        "reward": "reward",
+        "kl_ref": "KL to the start [nats per token]",
+        "entropy": "entropy [nats per token]",
+        "clip_fraction": "share of clipped tokens",
+        "frac_reward_zero_std": "share of tied groups",
+        "value_loss": "loss of the critic",
+    }
+    figure, axes = new_figure(2, 3, height=4.2)
+    for axis, (metric, title) in zip(axes.flat, panels.items(), strict=True):
+        axis.set_title(title, fontsize=9)
+        for i, (name, records) in enumerate(runs.items()):
+            curve, (color, dashes) = [record[metric] for record in records if metric in record], run_style(i)
+            steps, smooth = range(1, len(curve) + 1), running_mean(curve, width)
+            axis.plot(steps, curve, color=color, alpha=0.3, linewidth=0.7)
+            axis.plot(steps, smooth, color=color, linewidth=1.8, linestyle=(0, dashes))
+            if metric == "reward":
+                axis.text(0.97, 0.05 + 0.11 * i, name, color=color, ha="right", transform=axis.transAxes)
+            if metric == "value_loss" and curve:
+                variance = running_mean([record["reward_std"] ** 2 / 2 for record in records], width)
+                axis.plot(steps, variance, color="black", linewidth=1.2, linestyle=":")
+                axis.text(len(curve), max(curve), "dotted: a constant critic", ha="right", va="top", fontsize=8)
+        axis.set_ylim(bottom=0.3 if metric == "reward" else 0)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left=0.06, right=0.985, bottom=0.11, top=0.94, wspace=0.22, hspace=0.3)
     return figure
 
 
