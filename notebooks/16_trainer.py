@@ -1694,6 +1694,11 @@ class Tracker:
         self._module.finish()
 
 
+# %% [markdown]
+# A run ends with a picture of six of its metrics. The numbers of a single step jump; the strong line is their running
+# mean.
+
+
 # %% tags=["export:figures"]
 def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] | None = None) -> Figure:
     """Six panels of a run's metrics against the step; ``held_out`` maps steps to pass@1, drawn as points."""
@@ -1720,6 +1725,18 @@ def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] |
     return figure
 
 
+def running_mean(values: list[float], width: int = 15) -> list[float]:
+    """Mean of up to ``width`` latest values at each step."""
+    windows = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+# %% [markdown]
+# For several runs there is one picture per metric, which `lmrl report` below puts on a page, or one panel per recipe, for
+# `benchmarks/recipes.py`.
+
+
+# %% tags=["export:figures"]
 def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool = False) -> Figure:
     """One metric of several runs, ``(steps, values)`` each: all values faint, their running mean on top, or ``points``.
 
@@ -1767,48 +1784,6 @@ def recipe_curves(rewards: dict[str, list[list[float]]], columns: int = 4) -> Fi
         [axis for axis in column if axis.axison][-1].tick_params(labelbottom=True)
         [axis for axis in column if axis.axison][-1].set_xlabel("step")
     return figure
-
-
-def side_by_side(runs: dict[str, list[dict[str, float]]], width: int = 9) -> Figure:
-    """Six metrics of several runs against the step: faint as logged, strong as the mean of the ``width`` latest steps.
-
-    In the panel of the critic's loss a dotted line is half the variance of the rewards, the loss of a critic that says
-    their mean everywhere.
-    """
-    panels = {
-        "reward": "reward",
-        "kl_ref": "KL to the start [nats per token]",
-        "entropy": "entropy [nats per token]",
-        "clip_fraction": "share of clipped tokens",
-        "frac_reward_zero_std": "share of tied groups",
-        "value_loss": "loss of the critic",
-    }
-    figure, axes = new_figure(2, 3, height=4.2)
-    for axis, (metric, title) in zip(axes.flat, panels.items(), strict=True):
-        axis.set_title(title, fontsize=9)
-        for i, (name, records) in enumerate(runs.items()):
-            curve, (color, dashes) = [record[metric] for record in records if metric in record], run_style(i)
-            steps, smooth = range(1, len(curve) + 1), running_mean(curve, width)
-            axis.plot(steps, curve, color=color, alpha=0.3, linewidth=0.7)
-            axis.plot(steps, smooth, color=color, linewidth=1.8, linestyle=(0, dashes))
-            if metric == "reward":
-                axis.text(0.97, 0.05 + 0.11 * i, name, color=color, ha="right", transform=axis.transAxes)
-            if metric == "value_loss" and curve:
-                variance = running_mean([record["reward_std"] ** 2 / 2 for record in records], width)
-                axis.plot(steps, variance, color="black", linewidth=1.2, linestyle=":")
-                axis.text(len(curve), max(curve), "dotted: a constant critic", ha="right", va="top", fontsize=8)
-        axis.set_ylim(bottom=0.3 if metric == "reward" else 0)
-    for axis in axes[1]:
-        axis.set_xlabel("step")
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.06, right=0.985, bottom=0.11, top=0.94, wspace=0.22, hspace=0.3)
-    return figure
-
-
-def running_mean(values: list[float], width: int = 15) -> list[float]:
-    """Mean of up to ``width`` latest values at each step."""
-    windows = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 # %% [markdown]
@@ -3951,6 +3926,43 @@ def from_the_warm_start(recipe):
     return [trainer.step() for _ in range(settings.max_steps)], before, evaluate(trainer)
 
 
+# %% tags=["export:figures"]
+def side_by_side(runs: dict[str, list[dict[str, float]]], width: int = 9) -> Figure:
+    """Six metrics of several runs against the step: faint as logged, strong as the mean of the ``width`` latest steps.
+
+    In the panel of the critic's loss a dotted line is half the variance of the rewards, the loss of a critic that says
+    their mean everywhere.
+    """
+    panels = {
+        "reward": "reward",
+        "kl_ref": "KL to the start [nats per token]",
+        "entropy": "entropy [nats per token]",
+        "clip_fraction": "share of clipped tokens",
+        "frac_reward_zero_std": "share of tied groups",
+        "value_loss": "loss of the critic",
+    }
+    figure, axes = new_figure(2, 3, height=4.2)
+    for axis, (metric, title) in zip(axes.flat, panels.items(), strict=True):
+        axis.set_title(title, fontsize=9)
+        for i, (name, records) in enumerate(runs.items()):
+            curve, (color, dashes) = [record[metric] for record in records if metric in record], run_style(i)
+            steps, smooth = range(1, len(curve) + 1), running_mean(curve, width)
+            axis.plot(steps, curve, color=color, alpha=0.3, linewidth=0.7)
+            axis.plot(steps, smooth, color=color, linewidth=1.8, linestyle=(0, dashes))
+            if metric == "reward":
+                axis.text(0.97, 0.05 + 0.11 * i, name, color=color, ha="right", transform=axis.transAxes)
+            if metric == "value_loss" and curve:
+                variance = running_mean([record["reward_std"] ** 2 / 2 for record in records], width)
+                axis.plot(steps, variance, color="black", linewidth=1.2, linestyle=":")
+                axis.text(len(curve), max(curve), "dotted: a constant critic", ha="right", va="top", fontsize=8)
+        axis.set_ylim(bottom=0.3 if metric == "reward" else 0)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left=0.06, right=0.985, bottom=0.11, top=0.94, wspace=0.22, hspace=0.3)
+    return figure
+
+
 # %%
 results = {recipe: from_the_warm_start(recipe) for recipe in ("ppo", "grpo")}
 runs = {recipe.upper(): records for recipe, (records, _, _) in results.items()}
@@ -3979,7 +3991,7 @@ for name, (run_name, records) in itertools.product(names, runs.items()):
         print(f"{name:22}{run_name:6}" + "".join(f"{sum(curve[i : i + 10]) / 10:13.4f}" for i in range(0, 50, 10)))
 
 # %% [markdown]
-# How does one read this? In the order in which faults are common.
+# How does one read this? First the machine, then what it learned, then what that cost.
 #
 # **Is it the machine?** Before the learning comes what must be so whatever is learned: first ratios at 1, the sampler's
 # log-probs at the trainer's, no step skipped, no answer cut off by the cap, a KL that starts at 0.

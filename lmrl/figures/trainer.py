@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
 
-__all__ = ["learning_curve", "metric_curve", "run_style", "recipe_curves", "side_by_side", "running_mean"]
+__all__ = ["learning_curve", "running_mean", "metric_curve", "run_style", "recipe_curves", "side_by_side"]
 
 
 def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] | None = None) -> Figure:
@@ -37,6 +37,12 @@ def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] |
     for axis in axes[1]:
         axis.set_xlabel("step")
     return figure
+
+
+def running_mean(values: list[float], width: int = 15) -> list[float]:
+    """Mean of up to ``width`` latest values at each step."""
+    windows = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool = False) -> Figure:
@@ -122,9 +128,3 @@ def side_by_side(runs: dict[str, list[dict[str, float]]], width: int = 9) -> Fig
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.06, right=0.985, bottom=0.11, top=0.94, wspace=0.22, hspace=0.3)
     return figure
-
-
-def running_mean(values: list[float], width: int = 15) -> list[float]:
-    """Mean of up to ``width`` latest values at each step."""
-    windows = [values[max(0, i - width + 1) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
