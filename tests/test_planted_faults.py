@@ -1604,7 +1604,7 @@ def any_setting_may_change(changed_settings):
     "test_checkpoint.py::test_other_prompts_or_another_reference_are_refused_and_change_nothing",
 )
 def another_reference_is_taken(fingerprints):
-    return edited(fingerprints, "if trainer.reference is not None:", "if False:")
+    return edited(fingerprints, "if trainer.reference is not None and not trainer.config.sync_ref_model:", "if False:")
 
 
 # --- measuring and reporting (section 16) -----------------------------------------------------------------------------
