@@ -227,6 +227,8 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def require_checkpoints(folder: Path) -> None:
     """Raise ValueError, with the remedy, for a folder in which no run came to its first checkpoint (section 16)."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; give the folder of a run, for example runs/arithmetic-1")
     if not checkpoints_of(folder):
         raise ValueError(
             f"{folder} has no checkpoints/step-…, so nothing can go on there: give the folder of a run that came to its first "

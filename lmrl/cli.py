@@ -21,6 +21,7 @@ import transformers
 from lmrl.checkpoint import (
     best_checkpoint,
     changed_settings,
+    checkpoints_of,
     newest_checkpoint,
     read_record,
     require_checkpoints,
@@ -113,7 +114,7 @@ def load_parts(config: TrainConfig) -> tuple:
     """The task, the tokenizer and the model that ``config`` names (section 16)."""
     device = find_device(config.device)
     task = load_task(config.task, seed=config.seed)
-    if config.model == "tiny" and task.name != "arithmetic":
+    if config.model == "tiny" and config.task.partition(":")[0] not in ("arithmetic", "jsonl", "datasets"):
         raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
@@ -209,8 +210,10 @@ def settings_of_run(models: list[str], default: EvalConfig) -> EvalConfig:
         return replace(default, model=models[0])
     checkpoint = {run: run / "checkpoint", run / "checkpoints/best": best_checkpoint(run)}.get(path, path)
     if checkpoint is None or not checkpoint.is_dir():
+        kept = ", ".join(folder.name for folder in checkpoints_of(run))
         raise FileNotFoundError(
-            f"the run {run} has no {path if checkpoint is None else checkpoint} yet (see save_steps)"
+            f"the run {run} has no {path if checkpoint is None else checkpoint}"
+            + (f"; it kept {kept}" if kept else " yet (see save_steps)")
         )
     settings = asdict(read_settings(run / "config.json", TrainConfig))
     settings |= {"model": str(checkpoint), "output_dir": str(run)}

@@ -615,7 +615,9 @@ def check_signal(probe: Probe) -> tuple[str, ...]:
     finding, remedy = f"the rewards are equal in {equal} of {count} batches", ""
     if probe.config.advantage_estimator in BY_GROUP:
         finding, remedy = finding.replace("batches", "groups"), f", or more num_generations than {size} (section 13)"
-    remedy = "they teach nothing: take prompts that succeed sometimes, or a reward with steps between" + remedy
+    remedy = (
+        "they teach nothing: is the reward right? Then take prompts that succeed sometimes, or steps between" + remedy
+    )
     if equal == count:
         row = int(probe.graded.graded.nonzero()[0])
         text, reward = decode(probe.tokenizer, probe.graded)[row], float(probe.graded.rewards[row])

@@ -2016,6 +2016,8 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def require_checkpoints(folder: Path) -> None:
     """Raise ValueError, with the remedy, for a folder in which no run came to its first checkpoint (section 16)."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; give the folder of a run, for example runs/arithmetic-1")
     if not checkpoints_of(folder):
         raise ValueError(
             f"{folder} has no checkpoints/step-…, so nothing can go on there: give the folder of a run that came to its first "
@@ -3029,7 +3031,9 @@ def check_signal(probe: Probe) -> tuple[str, ...]:
     finding, remedy = f"the rewards are equal in {equal} of {count} batches", ""
     if probe.config.advantage_estimator in BY_GROUP:
         finding, remedy = finding.replace("batches", "groups"), f", or more num_generations than {size} (section 13)"
-    remedy = "they teach nothing: take prompts that succeed sometimes, or a reward with steps between" + remedy
+    remedy = (
+        "they teach nothing: is the reward right? Then take prompts that succeed sometimes, or steps between" + remedy
+    )
     if equal == count:
         row = int(probe.graded.graded.nonzero()[0])
         text, reward = decode(probe.tokenizer, probe.graded)[row], float(probe.graded.rewards[row])
@@ -3226,7 +3230,7 @@ def load_parts(config: TrainConfig) -> tuple:
     """The task, the tokenizer and the model that ``config`` names (section 16)."""
     device = find_device(config.device)
     task = load_task(config.task, seed=config.seed)
-    if config.model == "tiny" and task.name != "arithmetic":
+    if config.model == "tiny" and config.task.partition(":")[0] not in ("arithmetic", "jsonl", "datasets"):
         raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
@@ -3335,8 +3339,10 @@ def settings_of_run(models: list[str], default: EvalConfig) -> EvalConfig:
         return replace(default, model=models[0])
     checkpoint = {run: run / "checkpoint", run / "checkpoints/best": best_checkpoint(run)}.get(path, path)
     if checkpoint is None or not checkpoint.is_dir():
+        kept = ", ".join(folder.name for folder in checkpoints_of(run))
         raise FileNotFoundError(
-            f"the run {run} has no {path if checkpoint is None else checkpoint} yet (see save_steps)"
+            f"the run {run} has no {path if checkpoint is None else checkpoint}"
+            + (f"; it kept {kept}" if kept else " yet (see save_steps)")
         )
     settings = asdict(read_settings(run / "config.json", TrainConfig))
     settings |= {"model": str(checkpoint), "output_dir": str(run)}

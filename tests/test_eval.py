@@ -151,6 +151,19 @@ def test_a_run_without_a_checkpoint(tmp_path, capsys):
     assert "checkpoints/best yet (see save_steps)" in eval_cli(capsys, tmp_path / "checkpoints" / "best")[2]
 
 
+def test_a_checkpoint_that_is_no_longer_there(finished, capsys):
+    code, _, err = eval_cli(capsys, finished / "checkpoints" / "step-000099")
+    assert code == 2 and "has no" in err and "step-000099; it kept step-" in err
+
+
+def test_the_tiny_policy_reads_a_file_of_sums(tmp_path, capsys):
+    lines = [json.dumps({"prompt": f"{a}+{10}=", "answer": str(a + 10)}) for a in range(20, 60)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines) + "\n")
+    task = f"jsonl:{tmp_path / 'sums.jsonl'}"
+    code, out, _ = eval_cli(capsys, "tiny", "--task", task, "--output-dir", tmp_path, "--num-eval-generations", "2")
+    assert code == 0 and "well-formed" in out
+
+
 def test_the_table_has_every_number():
     table = evaluation_table(small_evaluation())
     assert "pass@4" in table and "cut off at the cap  0.333" in table and "not gradable        0.000" in table

@@ -1254,9 +1254,9 @@ def heldout_problems_trained_on(draw):
     return edited(draw, "self.task.train[i]", "(self.task.train + self.task.heldout)[-1 - i]")
 
 
-@planted("lmrl.trainer.evaluate", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip
-def evaluation_on_training_problems(evaluate):
-    return edited(evaluate, "task.heldout[: config", "task.train[: config")
+@planted("lmrl.trainer.measure", "test_trainer.py::test_training_asks_only_training_prompts_and_evaluation_only_heldout_ones")  # fmt: skip
+def evaluation_on_training_problems(measure):
+    return edited(measure, "task.heldout[: config", "task.train[: config")
 
 
 @planted("lmrl.policy.addition_problems", "test_policy.py::test_split_is_by_unordered_pair_and_complete", seed=0)

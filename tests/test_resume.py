@@ -245,9 +245,11 @@ def test_without_a_first_checkpoint_nothing_goes_on_and_nothing_is_deleted(tmp_p
     folder = start(tmp_path)
     shutil.rmtree(folder / "checkpoints")
     files = sorted(folder.rglob("*"))
-    for place in (folder, folder / "checkpoint", tmp_path / "nowhere"):
+    for place in (folder, folder / "checkpoint"):
         assert resume(place) == 2
         assert f"lmrl: {place} has no checkpoints/" in capsys.readouterr().err
+    assert resume(tmp_path / "nowhere") == 2
+    assert f"lmrl: there is no folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
     assert sorted(folder.rglob("*")) == files
 
 
