@@ -1331,8 +1331,8 @@ def merged(model):
 
 # %%
 policy = add_adapter(load_policy(folder), r=4)
-original = token_logprobs(load_policy(folder), *prompt, answer)
-assert torch.equal(token_logprobs(policy, *prompt, answer), original)
+unadapted = token_logprobs(load_policy(folder), *prompt, answer)
+assert torch.equal(token_logprobs(policy, *prompt, answer), unadapted)
 learning = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
 print(f"{learning:,} of {parameter_count(policy):,} parameters learn")
 with torch.no_grad():
@@ -1340,7 +1340,7 @@ with torch.no_grad():
         layer.lora_B["default"].weight.normal_(std=0.05)
     changed, plain = token_logprobs(policy, *prompt, answer), merged(policy)
     assert torch.allclose(token_logprobs(plain, *prompt, answer), changed, atol=1e-5) and not torch.equal(
-        changed, original
+        changed, unadapted
     )
 assert not adapted_layers(plain) and plain.get_input_embeddings().weight is policy.get_input_embeddings().weight
 
