@@ -36,6 +36,7 @@ __all__ = [
     "flush_to_disk",
     "write_whole",
     "seal",
+    "save_policy",
     "write_checkpoint",
     "damage",
     "checkpoints_of",
@@ -152,6 +153,11 @@ def seal(folder: Path) -> None:
         flush_to_disk(path)
 
 
+def save_policy(trainer, folder: Path) -> None:
+    """`save_model` of the trainer's policy, an adapter merged into its weights (section 16)."""
+    save_model(folder, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
+
+
 def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> Path:
     """Write ``checkpoints/step-NNNNNN`` in the run's ``folder`` and return it: a Hugging Face folder, and ``trainer/``.
 
@@ -165,7 +171,7 @@ def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None)
         checkpoint.parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=checkpoint.parent, prefix=".unfinished-") as scratch:
             new = Path(scratch) / "new"
-            save_model(new, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
+            save_policy(trainer, new)
             (new / "trainer").mkdir()
             save_file(trainer_tensors(trainer), new / TENSORS)
             (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -266,7 +272,7 @@ def prune_checkpoints(folder: Path, limit: int | None) -> None:
 def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> None:
     """`write_checkpoint`, the policy once more as ``checkpoint``, then `prune_checkpoints` (section 16)."""
     write_checkpoint(trainer, folder, eval_pass_at_1)
-    save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
+    save_policy(trainer, folder / "checkpoint")
     prune_checkpoints(folder, trainer.config.save_total_limit)
 
 

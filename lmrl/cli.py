@@ -29,7 +29,7 @@ from lmrl.checkpoint import (
     step_of,
 )
 from lmrl.config import TrainConfig, check_config
-from lmrl.memory import Setup, plan_table, shape_of
+from lmrl.memory import plan_table, shape_of
 from lmrl.metrics import json_line, optional_import, peak_memory, tracker_modules
 from lmrl.models import (
     add_adapter,
@@ -44,12 +44,12 @@ from lmrl.models import (
     stop_token_ids,
 )
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
-from lmrl.preflight import preflight, preflight_table, require_preflight
+from lmrl.preflight import preflight, preflight_table, require_preflight, setup_of
 from lmrl.report import read_run, report_page
 from lmrl.rewards import load_reward
 from lmrl.rollout import Sampler, TorchSampler
 from lmrl.tasks import Task, drop_long_prompts, load_task
-from lmrl.trainer import Trainer, evaluation_table, free_run_folder, measure, readable_samples, run
+from lmrl.trainer import Trainer, evaluation_table, free_run_folder, measure, numbered_folder, readable_samples, run
 from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 __all__ = [
@@ -232,7 +232,7 @@ def evaluate_model(config: EvalConfig) -> int:
     answers = f"{len(result.right)} held-out problems, {config.num_eval_generations} answers each"
     print(f"{config.model} on {config.task}: {answers}, temperature {config.temperature:g}")
     print(evaluation_table(result))
-    folder = next(f for n in itertools.count(1) if not (f := Path(config.output_dir) / f"eval-{n}").exists())
+    folder = numbered_folder(Path(config.output_dir), "eval")
     folder.mkdir(parents=True)
     (folder / "samples.txt").write_text(readable_samples(result))
     (folder / "samples.jsonl").write_text("".join(map(json_line, result.samples)))
@@ -271,23 +271,12 @@ def plan_memory(config: PlanConfig) -> int:
         reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
     room = 512 if policy.positions is None else policy.positions - config.max_completion_length
     default = 8 if tiny else max(1, min(512, room))
-    setup = Setup(
-        completions=config.completions_per_step,
-        batch=config.per_device_train_batch_size,
+    setup = setup_of(
+        config,
         max_prompt_length=default if config.max_prompt_length is None else config.max_prompt_length,
-        max_completion_length=config.max_completion_length,
-        num_generations=config.num_generations,
-        master_weights=config.master_weights,
-        optim=config.optim,
         reference=config.beta != 0.0,
         critic=config.critic or config.advantage_estimator == "gae",
         reward_model=reward_model,
-        use_vllm=config.use_vllm,
-        vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-        vllm_enable_sleep_mode=config.vllm_enable_sleep_mode,
-        gradient_checkpointing=config.gradient_checkpointing,
-        fused_logits=config.fused_logits,
-        world_size=config.world_size,
     )
     print(plan_table(policy, setup))
     return 0

@@ -233,24 +233,19 @@ class MetricsLog:
             tracker.close()
 
 
-def optional_import(module: str, extra: str):
-    """Import ``module``, or raise ImportError that names the extra which brings it (section 16)."""
+def optional_import(module: str, extra: str | None = None) -> ModuleType:
+    """Import ``module``, or raise ImportError that names the extra, or the package itself, which brings it (section 16)."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{error.name} is not installed; pip install 'lmrl[{extra}]'") from error
+        package = module if extra is None else f"'lmrl[{extra}]'"
+        raise ImportError(f"{error.name} is not installed; pip install {package}") from error
 
 
 def tracker_modules(report_to: str) -> dict[str, ModuleType]:
     """The modules of `tracker_names`; ImportError for a package that is not installed (section 16)."""
-    modules = {}
-    for name in tracker_names(report_to):
-        try:
-            modules[name] = import_module(TRACKERS[name])
-        except ImportError as error:
-            package = "'lmrl[train]'" if name == "tensorboard" else name
-            raise ImportError(f"{error.name} is not installed; pip install {package}") from error
-    return modules
+    extras = {"tensorboard": "train"}
+    return {name: optional_import(TRACKERS[name], extras.get(name)) for name in tracker_names(report_to)}
 
 
 class TensorBoard:

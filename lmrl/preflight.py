@@ -27,11 +27,11 @@ from lmrl.logprobs import completion_loss
 from lmrl.memory import Plan, Setup, plan, shape_of
 from lmrl.models import stop_token_ids
 from lmrl.policy import gather_logprobs, masked_mean, tempered, token_logprobs
-from lmrl.rewards import RewardError, describe, score_completions
+from lmrl.rewards import RewardError, describe
 from lmrl.rollout import truncate
 from lmrl.signal import tied_groups
 from lmrl.tasks import Example, encode_prompt
-from lmrl.trainer import Trainer, decode, grade, in_pieces, score, token_budget
+from lmrl.trainer import Trainer, ask_reward, decode, grade, in_pieces, score, token_budget
 from lmrl.trust_region import kl_k3
 from lmrl.vllm_rollout import generators_kept
 
@@ -71,6 +71,7 @@ __all__ = [
     "tied",
     "check_signal",
     "free_memory",
+    "setup_of",
     "check_memory",
     "CHECKS",
     "preflight",
@@ -552,10 +553,8 @@ def grade_odd_texts(probe: Probe) -> None:
     """Ask the reward for an empty completion and one of random tokens; raises what it raises (section 16)."""
     size, generator = probe.config.max_completion_length, torch.Generator().manual_seed(0)
     noise = probe.tokenizer.decode(torch.randint(len(probe.tokenizer), (size,), generator=generator))
-    examples = [probe.examples[0], probe.examples[-1]]
-    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     try:
-        score_completions(probe.trainer.task.reward, [example.prompt for example in examples], ["", noise], columns)
+        ask_reward(probe.trainer.task.reward, [probe.examples[0], probe.examples[-1]], ["", noise])
     except RewardError as error:
         finding = f"{str(error).partition('; ')[0]}, asked about an empty completion and {noise[:30]!r}"
         raise RewardError(
@@ -640,15 +639,20 @@ def free_memory(device: torch.device) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def check_memory(probe: Probe) -> tuple[str, ...]:
-    """A step fits into what is free."""
-    trainer, config = probe.trainer, probe.config
+def setup_of(config: TrainConfig, **others) -> Setup:
+    """Section 12's `Setup` of a run with these settings; ``others`` are its fields that no setting gives (section 16)."""
     settings = {field.name: getattr(config, field.name) for field in fields(Setup) if hasattr(config, field.name)}
     settings |= {"completions": config.completions_per_step, "batch": config.per_device_train_batch_size}
-    settings |= {"reference": trainer.reference is not None, "critic": trainer.critic is not None}
-    settings["max_prompt_length"] = max(map(len, probe.prompts))
+    return Setup(**settings | others)
+
+
+def check_memory(probe: Probe) -> tuple[str, ...]:
+    """A step fits into what is free."""
+    trainer = probe.trainer
+    models = {"reference": trainer.reference is not None, "critic": trainer.critic is not None}
     try:
-        residents = plan(shape_of(probe.model.config, probe.model.dtype), Setup(**settings)).residents
+        setup = setup_of(probe.config, max_prompt_length=max(map(len, probe.prompts)), **models)
+        residents = plan(shape_of(probe.model.config, probe.model.dtype), setup).residents
     except ValueError as error:
         return "skip", str(error)
     peak = Plan(tuple(part for part in residents if part.owner != "engine")).peak  # an engine has its share by now

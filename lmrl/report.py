@@ -8,7 +8,6 @@ import base64
 import io
 import json
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -208,7 +207,8 @@ section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
 
 def report_page(runs: list[RunRecord], problems: int = 8) -> str:
     """The HTML page that compares ``runs``, with answers to the first ``problems`` held-out problems (section 16)."""
-    template = import_module("jinja2").Environment(autoescape=True, undefined=import_module("jinja2").StrictUndefined)
+    jinja2 = optional_import("jinja2", "train")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
 
     def latest(run):
         rewards = [record["reward"] for record in run.metrics[-20:]]

@@ -154,7 +154,8 @@ def require_price(beta: float | Tensor) -> None:
 def tilted_logprobs(ref_logprobs: Tensor, rewards: Tensor, beta: float | Tensor) -> Tensor:
     """log of π_ref exp(R/β)/Z, the policy that maximises E[R] - β KL(π ‖ π_ref) (section 15).
 
-    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Several β broadcast with them. Raises ValueError unless β > 0.
+    Two ``[..., N]`` → ``[..., N]``, where N are all the answers; at least float32. Several β broadcast with them. Raises
+    ValueError unless β > 0.
     """
     require_price(beta)
     dtype = torch.promote_types(torch.promote_types(ref_logprobs.dtype, rewards.dtype), torch.float32)

@@ -136,9 +136,8 @@ class NextToken:
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
         keys, values = stored.update(rotate(k, cos, sin)[:, :, None], v[:, :, None])
-        queries = rotate(q, cos, sin).view(
-            len(x), keys.shape[1], -1, attention.head_dim
-        )  # those that share keys together
+        # The queries that share keys go together.
+        queries = rotate(q, cos, sin).view(len(x), keys.shape[1], -1, attention.head_dim)
         read = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=attention.scaling)
         return attention.o_proj(read.reshape(len(x), -1))
 

@@ -27,15 +27,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
-from lmrl.checkpoint import checkpoints_of, save_checkpoint, step_of, write_whole
+from lmrl.checkpoint import checkpoints_of, save_checkpoint, save_policy, step_of, write_whole
 from lmrl.config import TrainConfig, check_config
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, Stopwatch, json_line, mean_metrics, read_metrics, rollout_metrics, summarise
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
-from lmrl.models import disable_dropout, merged
-from lmrl.policy import completion_texts, pad_left, pad_right, save_model
+from lmrl.models import disable_dropout
+from lmrl.policy import completion_texts, pad_left, pad_right
 from lmrl.ppo import value_clipped, value_loss
 from lmrl.recipes import (
     RATIOS,
@@ -60,6 +60,7 @@ from lmrl.values import Critic, whiten
 __all__ = [
     "collect",
     "decode",
+    "ask_reward",
     "grade",
     "reward_metrics",
     "length_punishment",
@@ -106,7 +107,9 @@ __all__ = [
     "start_run",
     "reopen_run",
     "free_run_folder",
+    "numbered_folder",
     "new_run_folder",
+    "write_config",
     "write_samples",
     "write_evaluations",
     "read_evaluation",
@@ -128,11 +131,16 @@ def decode(tokenizer, rollouts: Rollouts) -> list[str]:
     return completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
 
 
+def ask_reward(reward: RewardFunction, examples: list[Example], completions: list[str]) -> tuple[Tensor, Tensor]:
+    """`score_completions` of one completion for each example, with its prompt and columns (section 16)."""
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    return score_completions(reward, [example.prompt for example in examples], completions, columns)
+
+
 def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
     """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function (section 16)."""
     rows = [examples[g] for g in rollouts.group.tolist()]
-    columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
-    rewards, graded = score_completions(reward, [row.prompt for row in rows], decode(tokenizer, rollouts), columns)
+    rewards, graded = ask_reward(reward, rows, decode(tokenizer, rollouts))
     if not graded.any():
         warnings.warn(
             "the reward function graded none of the completions: there is nothing to learn from", stacklevel=2
@@ -900,7 +908,7 @@ def start_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
     """The folder of a new run, the held-out results before it, and no records yet (section 16)."""
     before = evaluate(trainer)
     folder = new_run_folder(trainer.config)
-    write_whole(folder / "config.json", json.dumps(asdict(trainer.config), indent=2) + "\n")
+    write_config(folder, trainer.config)
     write_evaluations(folder, {"before": before})
     return folder, before, []
 
@@ -919,11 +927,10 @@ def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
     for later in checkpoints_of(folder):
         if step_of(later) > step:
             later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
-    lines = metrics.read_text(errors="replace").split("\n")[: len(records)]
-    write_whole(metrics, "".join(f"{line}\n" for line in lines))
-    write_whole(folder / "config.json", json.dumps(asdict(replace(trainer.config, resume=None)), indent=2) + "\n")
+    write_whole(metrics, "".join(map(json_line, records)))
+    write_config(folder, replace(trainer.config, resume=None))
     if not (folder / "checkpoint").exists():
-        save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": step})
+        save_policy(trainer, folder / "checkpoint")
     return folder, before, records
 
 
@@ -934,10 +941,13 @@ def free_run_folder(config: TrainConfig) -> Path:
         folder = parent / config.name
         if folder.exists():
             raise FileExistsError(f"{folder} exists; choose another --name, or move it away")
-    else:
-        task = config.task.replace(":", "-")
-        folder = next(f for n in itertools.count(1) if not (f := parent / f"{task}-{n}").exists())
-    return folder
+        return folder
+    return numbered_folder(parent, config.task.replace(":", "-"))
+
+
+def numbered_folder(parent: Path, name: str) -> Path:
+    """The first of ``name-1``, ``name-2``, … in ``parent`` that is not there (section 16)."""
+    return next(folder for n in itertools.count(1) if not (folder := parent / f"{name}-{n}").exists())
 
 
 def new_run_folder(config: TrainConfig) -> Path:
@@ -950,6 +960,11 @@ def new_run_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """The settings of a run as its ``config.json`` (section 16)."""
+    write_whole(folder / "config.json", json.dumps(asdict(config), indent=2) + "\n")
+
+
 def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
     """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
     rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
@@ -959,9 +974,10 @@ def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
 def write_evaluations(folder: Path, evaluations: dict[str, Evaluation]) -> None:
     """Held-out results by ``when`` they were measured: ``samples.jsonl``, and the rest as ``evaluation.json`` (section 16)."""
     write_samples(folder / "samples.jsonl", evaluations)
-    numbers = {when: {**vars(evaluation)} for when, evaluation in evaluations.items()}
-    for entry in numbers.values():
-        del entry["samples"]
+    numbers = {
+        when: {name: value for name, value in vars(evaluation).items() if name != "samples"}
+        for when, evaluation in evaluations.items()
+    }
     write_whole(folder / "evaluation.json", json.dumps(numbers) + "\n")
 
 

@@ -514,11 +514,16 @@ def decode(tokenizer, rollouts: Rollouts) -> list[str]:
     return completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
 
 
+def ask_reward(reward: RewardFunction, examples: list[Example], completions: list[str]) -> tuple[Tensor, Tensor]:
+    """`score_completions` of one completion for each example, with its prompt and columns (section 16)."""
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    return score_completions(reward, [example.prompt for example in examples], completions, columns)
+
+
 def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
     """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function (section 16)."""
     rows = [examples[g] for g in rollouts.group.tolist()]
-    columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
-    rewards, graded = score_completions(reward, [row.prompt for row in rows], decode(tokenizer, rollouts), columns)
+    rewards, graded = ask_reward(reward, rows, decode(tokenizer, rollouts))
     if not graded.any():
         warnings.warn(
             "the reward function graded none of the completions: there is nothing to learn from", stacklevel=2
@@ -1638,12 +1643,13 @@ class MetricsLog:
             tracker.close()
 
 
-def optional_import(module: str, extra: str):
-    """Import ``module``, or raise ImportError that names the extra which brings it (section 16)."""
+def optional_import(module: str, extra: str | None = None) -> ModuleType:
+    """Import ``module``, or raise ImportError that names the extra, or the package itself, which brings it (section 16)."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{error.name} is not installed; pip install 'lmrl[{extra}]'") from error
+        package = module if extra is None else f"'lmrl[{extra}]'"
+        raise ImportError(f"{error.name} is not installed; pip install {package}") from error
 
 
 # %% [markdown]
@@ -1654,14 +1660,8 @@ def optional_import(module: str, extra: str):
 # %% tags=["export:metrics"]
 def tracker_modules(report_to: str) -> dict[str, ModuleType]:
     """The modules of `tracker_names`; ImportError for a package that is not installed (section 16)."""
-    modules = {}
-    for name in tracker_names(report_to):
-        try:
-            modules[name] = import_module(TRACKERS[name])
-        except ImportError as error:
-            package = "'lmrl[train]'" if name == "tensorboard" else name
-            raise ImportError(f"{error.name} is not installed; pip install {package}") from error
-    return modules
+    extras = {"tensorboard": "train"}
+    return {name: optional_import(TRACKERS[name], extras.get(name)) for name in tracker_names(report_to)}
 
 
 class TensorBoard:
@@ -1935,6 +1935,11 @@ def seal(folder: Path) -> None:
         flush_to_disk(path)
 
 
+def save_policy(trainer, folder: Path) -> None:
+    """`save_model` of the trainer's policy, an adapter merged into its weights (section 16)."""
+    save_model(folder, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
+
+
 def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> Path:
     """Write ``checkpoints/step-NNNNNN`` in the run's ``folder`` and return it: a Hugging Face folder, and ``trainer/``.
 
@@ -1948,7 +1953,7 @@ def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None)
         checkpoint.parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=checkpoint.parent, prefix=".unfinished-") as scratch:
             new = Path(scratch) / "new"
-            save_model(new, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
+            save_policy(trainer, new)
             (new / "trainer").mkdir()
             save_file(trainer_tensors(trainer), new / TENSORS)
             (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -2061,7 +2066,7 @@ def prune_checkpoints(folder: Path, limit: int | None) -> None:
 def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> None:
     """`write_checkpoint`, the policy once more as ``checkpoint``, then `prune_checkpoints` (section 16)."""
     write_checkpoint(trainer, folder, eval_pass_at_1)
-    save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
+    save_policy(trainer, folder / "checkpoint")
     prune_checkpoints(folder, trainer.config.save_total_limit)
 
 
@@ -2257,7 +2262,7 @@ def start_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
     """The folder of a new run, the held-out results before it, and no records yet (section 16)."""
     before = evaluate(trainer)
     folder = new_run_folder(trainer.config)
-    write_whole(folder / "config.json", json.dumps(asdict(trainer.config), indent=2) + "\n")
+    write_config(folder, trainer.config)
     write_evaluations(folder, {"before": before})
     return folder, before, []
 
@@ -2276,11 +2281,10 @@ def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
     for later in checkpoints_of(folder):
         if step_of(later) > step:
             later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
-    lines = metrics.read_text(errors="replace").split("\n")[: len(records)]
-    write_whole(metrics, "".join(f"{line}\n" for line in lines))
-    write_whole(folder / "config.json", json.dumps(asdict(replace(trainer.config, resume=None)), indent=2) + "\n")
+    write_whole(metrics, "".join(map(json_line, records)))
+    write_config(folder, replace(trainer.config, resume=None))
     if not (folder / "checkpoint").exists():
-        save_model(folder / "checkpoint", merged(trainer.model), trainer.tokenizer, {"step": step})
+        save_policy(trainer, folder / "checkpoint")
     return folder, before, records
 
 
@@ -2292,10 +2296,13 @@ def free_run_folder(config: TrainConfig) -> Path:
         folder = parent / config.name
         if folder.exists():
             raise FileExistsError(f"{folder} exists; choose another --name, or move it away")
-    else:
-        task = config.task.replace(":", "-")
-        folder = next(f for n in itertools.count(1) if not (f := parent / f"{task}-{n}").exists())
-    return folder
+        return folder
+    return numbered_folder(parent, config.task.replace(":", "-"))
+
+
+def numbered_folder(parent: Path, name: str) -> Path:
+    """The first of ``name-1``, ``name-2``, … in ``parent`` that is not there (section 16)."""
+    return next(folder for n in itertools.count(1) if not (folder := parent / f"{name}-{n}").exists())
 
 
 def new_run_folder(config: TrainConfig) -> Path:
@@ -2308,6 +2315,11 @@ def new_run_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """The settings of a run as its ``config.json`` (section 16)."""
+    write_whole(folder / "config.json", json.dumps(asdict(config), indent=2) + "\n")
+
+
 def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
     """One JSON line per held-out completion, with ``when`` it was sampled (section 16)."""
     rows = ({"when": when, **row} for when, evaluation in evaluations.items() for row in evaluation.samples)
@@ -2317,9 +2329,10 @@ def write_samples(path: Path, evaluations: dict[str, Evaluation]) -> None:
 def write_evaluations(folder: Path, evaluations: dict[str, Evaluation]) -> None:
     """Held-out results by ``when`` they were measured: ``samples.jsonl``, and the rest as ``evaluation.json`` (section 16)."""
     write_samples(folder / "samples.jsonl", evaluations)
-    numbers = {when: {**vars(evaluation)} for when, evaluation in evaluations.items()}
-    for entry in numbers.values():
-        del entry["samples"]
+    numbers = {
+        when: {name: value for name, value in vars(evaluation).items() if name != "samples"}
+        for when, evaluation in evaluations.items()
+    }
     write_whole(folder / "evaluation.json", json.dumps(numbers) + "\n")
 
 
@@ -2961,10 +2974,8 @@ def grade_odd_texts(probe: Probe) -> None:
     """Ask the reward for an empty completion and one of random tokens; raises what it raises (section 16)."""
     size, generator = probe.config.max_completion_length, torch.Generator().manual_seed(0)
     noise = probe.tokenizer.decode(torch.randint(len(probe.tokenizer), (size,), generator=generator))
-    examples = [probe.examples[0], probe.examples[-1]]
-    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     try:
-        score_completions(probe.trainer.task.reward, [example.prompt for example in examples], ["", noise], columns)
+        ask_reward(probe.trainer.task.reward, [probe.examples[0], probe.examples[-1]], ["", noise])
     except RewardError as error:
         finding = f"{str(error).partition('; ')[0]}, asked about an empty completion and {noise[:30]!r}"
         raise RewardError(
@@ -3061,15 +3072,20 @@ def free_memory(device: torch.device) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def check_memory(probe: Probe) -> tuple[str, ...]:
-    """A step fits into what is free."""
-    trainer, config = probe.trainer, probe.config
+def setup_of(config: TrainConfig, **others) -> Setup:
+    """Section 12's `Setup` of a run with these settings; ``others`` are its fields that no setting gives (section 16)."""
     settings = {field.name: getattr(config, field.name) for field in fields(Setup) if hasattr(config, field.name)}
     settings |= {"completions": config.completions_per_step, "batch": config.per_device_train_batch_size}
-    settings |= {"reference": trainer.reference is not None, "critic": trainer.critic is not None}
-    settings["max_prompt_length"] = max(map(len, probe.prompts))
+    return Setup(**settings | others)
+
+
+def check_memory(probe: Probe) -> tuple[str, ...]:
+    """A step fits into what is free."""
+    trainer = probe.trainer
+    models = {"reference": trainer.reference is not None, "critic": trainer.critic is not None}
     try:
-        residents = plan(shape_of(probe.model.config, probe.model.dtype), Setup(**settings)).residents
+        setup = setup_of(probe.config, max_prompt_length=max(map(len, probe.prompts)), **models)
+        residents = plan(shape_of(probe.model.config, probe.model.dtype), setup).residents
     except ValueError as error:
         return "skip", str(error)
     peak = Plan(tuple(part for part in residents if part.owner != "engine")).peak  # an engine has its share by now
@@ -3362,7 +3378,7 @@ def evaluate_model(config: EvalConfig) -> int:
     answers = f"{len(result.right)} held-out problems, {config.num_eval_generations} answers each"
     print(f"{config.model} on {config.task}: {answers}, temperature {config.temperature:g}")
     print(evaluation_table(result))
-    folder = next(f for n in itertools.count(1) if not (f := Path(config.output_dir) / f"eval-{n}").exists())
+    folder = numbered_folder(Path(config.output_dir), "eval")
     folder.mkdir(parents=True)
     (folder / "samples.txt").write_text(readable_samples(result))
     (folder / "samples.jsonl").write_text("".join(map(json_line, result.samples)))
@@ -3454,23 +3470,12 @@ def plan_memory(config: PlanConfig) -> int:
         reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
     room = 512 if policy.positions is None else policy.positions - config.max_completion_length
     default = 8 if tiny else max(1, min(512, room))
-    setup = Setup(
-        completions=config.completions_per_step,
-        batch=config.per_device_train_batch_size,
+    setup = setup_of(
+        config,
         max_prompt_length=default if config.max_prompt_length is None else config.max_prompt_length,
-        max_completion_length=config.max_completion_length,
-        num_generations=config.num_generations,
-        master_weights=config.master_weights,
-        optim=config.optim,
         reference=config.beta != 0.0,
         critic=config.critic or config.advantage_estimator == "gae",
         reward_model=reward_model,
-        use_vllm=config.use_vllm,
-        vllm_gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-        vllm_enable_sleep_mode=config.vllm_enable_sleep_mode,
-        gradient_checkpointing=config.gradient_checkpointing,
-        fused_logits=config.fused_logits,
-        world_size=config.world_size,
     )
     print(plan_table(policy, setup))
     return 0
@@ -3663,7 +3668,8 @@ section {{ curve.metric.section }}</figcaption>{% endif %}</figure>
 
 def report_page(runs: list[RunRecord], problems: int = 8) -> str:
     """The HTML page that compares ``runs``, with answers to the first ``problems`` held-out problems (section 16)."""
-    template = import_module("jinja2").Environment(autoescape=True, undefined=import_module("jinja2").StrictUndefined)
+    jinja2 = optional_import("jinja2", "train")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
 
     def latest(run):
         rewards = [record["reward"] for record in run.metrics[-20:]]
