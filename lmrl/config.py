@@ -140,8 +140,10 @@ class TrainConfig:
     """λ of "gae" (section 8)."""
     critic_learning_rate: float = 1e-3
     """Peak learning rate of the critic's own AdamW, for "gae" (section 10)."""
+    share_critic_trunk: bool = False
+    """Put the critic's head on the policy's trunk and step both as one, at learning_rate: no second trunk (section 16)."""
     vf_coef: float = 0.1
-    """Weight of the critic's loss. Its AdamW undoes any factor, so it only matters where max_grad_norm cuts (section 10)."""
+    """Weight of the critic's loss. A critic with its own AdamW feels no factor, but where max_grad_norm cuts (section 10)."""
     cliprange_value: float | None = 0.2
     """Range around the old value in which a prediction is rewarded for moving (section 10)."""
     num_value_samples: int = 4
@@ -149,6 +151,9 @@ class TrainConfig:
 
     preflight: bool = True
     """Look for faults of the set-up before the first step, and do not start with one (section 16)."""
+    reward_timeout: float | None = None
+    """Seconds that the reward function has for the completions of a step, or of an evaluation; later the run is saved and
+    ends. By default there is no limit (section 16)."""
     num_eval_problems: int = 256
     """Held-out problems for pass@1, before and after (section 16)."""
     num_eval_generations: int = 4
@@ -174,7 +179,9 @@ class TrainConfig:
     lora_dropout: float = 0.0
     """Only 0: with dropout, log-probs of the same tokens differ from pass to pass (section 12)."""
     lora_target_modules: str = "all-linear"
-    """Names of the layers that get the adapter, with commas between; "all-linear" leaves out the output head (section 12)."""
+    """Names of the layers that get the adapter, one or several; "all-linear" leaves out the output head (section 12)."""
+    torch_compile: bool = False
+    """Score and learn with compiled layers: up to a minute at the start, then less time for each step (section 16)."""
     device: str = "auto"
     """"auto" is a GPU if there is one, else the CPU (section 12)."""
 
@@ -226,6 +233,10 @@ def check_config(config: TrainConfig) -> None:
     for name in ("gamma", "lam"):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{name} is {getattr(config, name)}; take 0 to 1")
+    if config.reward_timeout is not None and not 0 < config.reward_timeout <= 86_400:
+        raise ValueError(
+            f"reward_timeout is {config.reward_timeout}; give seconds, more than 0 and at most a day (86400), or leave it out"
+        )
     if config.cliprange_value is not None and not config.cliprange_value > 0:
         raise ValueError(f"cliprange_value is {config.cliprange_value}; it must be greater than 0, or left out")
     if not 0 <= config.adam_beta2 < 1:
@@ -307,6 +318,16 @@ def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
         (
             not c.use_peft and (c.lora_r, c.lora_alpha, c.lora_target_modules) != (16, 32, "all-linear"),
             "settings of a LoRA adapter without use_peft; set use_peft, or leave them out",
+        ),
+        (
+            c.share_critic_trunk and c.advantage_estimator != "gae",
+            f'share_critic_trunk is for a critic, and advantage_estimator "{c.advantage_estimator}" has none; leave it out, or '
+            'set advantage_estimator to "gae"',
+        ),
+        (
+            c.share_critic_trunk and c.critic_learning_rate != TrainConfig.critic_learning_rate,
+            f"critic_learning_rate is {c.critic_learning_rate}, but with share_critic_trunk one optimiser steps policy and critic, "
+            "at learning_rate; leave critic_learning_rate out, and weigh the critic's loss by vf_coef",
         ),
         (
             c.sync_ref_model and c.beta == 0,

@@ -6,6 +6,7 @@ Do not edit: change the notebook, then `make export`.
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -30,6 +31,7 @@ __all__ = [
     "KeptBytes",
     "traceable",
     "skip",
+    "as_it_is",
     "kept_by_a_row",
     "kept_per_row",
     "cache_layers",
@@ -38,6 +40,7 @@ __all__ = [
     "logits_bytes",
     "Setup",
     "Resident",
+    "critic_counts",
     "model_residents",
     "engine_moments",
     "cache_bytes",
@@ -46,6 +49,7 @@ __all__ = [
     "learning",
     "stepping",
     "gathered",
+    "syncing",
     "MOMENTS",
     "Plan",
     "plan",
@@ -56,8 +60,11 @@ __all__ = [
     "engine_fits",
     "gpu_counts",
     "gpus_needed",
+    "fits",
     "plan_table",
     "verdict",
+    "smaller_batch",
+    "hints",
 ]
 
 OPTIMIZERS = {"adamw": 2, "sgd": 0}  # numbers that each remembers per parameter
@@ -165,10 +172,16 @@ def skip(layer: torch.nn.Module, like: list) -> None:
     layer.forward = forward
 
 
-def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
+def as_it_is(model):
+    """``model``, in which all weights learn; in place of a function that gives it an adapter (section 12)."""
+    return model
+
+
+def kept_by_a_row(config, dtype: torch.dtype, length: int, adapt: Callable = as_it_is) -> tuple[int, int]:
     """Bytes that autograd keeps for one row of ``length`` tokens: in the whole trunk, in its largest layer (section 12)."""
-    with traceable(), FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = adapt(without_weights(config, dtype))
+    with traceable(), FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         layers = decoder_layers(model)
         kinds, shown = [layer_kind(layer) for layer in layers], Counter()
         outputs = {kind: [] for kind in kinds}
@@ -189,9 +202,9 @@ def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
     return first + sum((shown[kind] - 2) * added[kind] for kind in shown if shown[kind] > 2), max(added.values())
 
 
-def kept_per_row(config, dtype: torch.dtype) -> tuple[Growth, Growth]:
+def kept_per_row(config, dtype: torch.dtype, adapt: Callable = as_it_is) -> tuple[Growth, Growth]:
     """How what autograd keeps of a row grows with its length: in the whole trunk, in its largest layer (section 12)."""
-    short, long = kept_by_a_row(config, dtype, 128), kept_by_a_row(config, dtype, 256)
+    short, long = (kept_by_a_row(config, dtype, length, adapt) for length in (128, 256))
     quadratic = [(two - 2 * one) / (256**2 - 2 * 128**2) for one, two in zip(short, long, strict=True)]
     return tuple(Growth(one / 128 - 128 * square, square) for one, square in zip(short, quadratic, strict=True))
 
@@ -220,7 +233,8 @@ class ModelShape:
 
     ``outside_layers`` and ``largest_layer`` are parameter counts, ``cache`` holds for each layer the numbers per token and the
     window, ``kept`` and ``kept_in_layer`` what autograd keeps of a row in the trunk and in its largest layer, ``positions`` the
-    most tokens of a row (None if there is no limit).
+    most tokens of a row (None if there is no limit). ``frozen`` and ``frozen_tensors`` are those of the parameters that do not
+    learn, because an adapter does, and ``adapted`` those of the matrices that have one.
     """
 
     name: str
@@ -237,25 +251,46 @@ class ModelShape:
     kept: Growth
     kept_in_layer: Growth
     positions: int | None = None
+    frozen: int = 0
+    frozen_tensors: int = 0
+    adapted: int = 0
+
+    @property
+    def learned(self) -> int:
+        """Parameters that learn."""
+        return self.parameters - self.frozen
+
+    @property
+    def learned_tensors(self) -> int:
+        return self.tensors - self.frozen_tensors
+
+    @property
+    def base_parameters(self) -> int:
+        """Parameters without those of an adapter."""
+        return self.frozen or self.parameters
 
 
-def shape_of(config, dtype: torch.dtype) -> ModelShape:
+def shape_of(config, dtype: torch.dtype, adapt: Callable = as_it_is) -> ModelShape:
     """The `ModelShape` of a Hugging Face ``config`` whose weights are held in ``dtype`` (section 12).
 
-    Of a multimodal config it is the language model's. Raises ValueError if the architecture cannot be built or traced
+    ``adapt`` gives the model an adapter, and returns it. Of a multimodal config it is the language model's. Raises ValueError if the architecture cannot be built or traced
     without numbers, or has a recurrent state; the message says why.
     """
     try:
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError("transformers has no causal language model of that kind")
         text = config.get_text_config()
-        model = without_weights(text, dtype)
+        model = adapt(without_weights(text, dtype))
+        frozen = [weight.numel() for weight in model.parameters() if not weight.requires_grad]
+        adapted = [part.base_layer.weight.numel() for part in model.modules() if hasattr(part, "get_delta_weight")]
         layers = [parameter_count(layer) for layer in decoder_layers(model)]
         if not layers:
             raise ValueError("it has no layers that transformers could checkpoint one by one, which the plan counts")
         with traceable():
             cache = cache_layers(model)
-        kept, kept_in_layer = kept_per_row(text, dtype)
+        kept, kept_in_layer = kept_per_row(text, dtype, adapt)
+    except ImportError:  # an adapter's package
+        raise
     except Exception as error:  # models that are not made for this raise many kinds
         reason = str(error).partition("\n")[0].partition(". ")[0]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -275,6 +310,9 @@ def shape_of(config, dtype: torch.dtype) -> ModelShape:
         kept=kept,
         kept_in_layer=kept_in_layer,
         positions=getattr(text, "max_position_embeddings", None),
+        frozen=sum(frozen),
+        frozen_tensors=len(frozen),
+        adapted=sum(adapted),
     )
 
 
@@ -283,8 +321,12 @@ def logits_bytes(model: ModelShape, tokens: int, *, fused: bool) -> int:
     vocabulary, width = model.vocab_size, model.hidden_size
     if not fused:
         return 3 * 4 * tokens * vocabulary
-    block = min(tokens, loss_tile_shape(vocabulary)[0])
-    return 4 * block * vocabulary + (4 + model.dtype.itemsize) * (vocabulary + tokens) * width
+    block, tile = loss_tile_shape(vocabulary)
+    block = min(tokens, block)
+    states, head = ((4 + model.dtype.itemsize) * rows * width for rows in (tokens, vocabulary))
+    if model.frozen:  # no gradient of the head, but a tile of the block in two more copies
+        head = 2 * 4 * block * tile
+    return 4 * block * vocabulary + head + states
 
 
 @dataclass(frozen=True)
@@ -306,6 +348,7 @@ class Setup:
     optim: str = "adamw"
     reference: bool = False
     critic: bool = False
+    share_critic_trunk: bool = False
     reward_model: ModelShape | None = None
     use_vllm: bool = False
     vllm_gpu_memory_utilization: float = 0.3
@@ -341,31 +384,41 @@ class Resident:
     owner: str
     what: str
     bytes: int
-    when: str  # "always", "reading", "writing", "learning" or "stepping"
+    when: str  # "always" or one of MOMENTS
+
+
+def critic_counts(policy: ModelShape, shared: bool) -> tuple[int, int]:
+    """Parameters and tensors that a critic has besides those of the policy, which all learn (section 12)."""
+    head = policy.hidden_size + 1
+    if shared:
+        return head, 2
+    if policy.frozen:  # an adapter of its own
+        return policy.learned + head, policy.learned_tensors + 2
+    return policy.trunk_parameters + head, policy.tensors
 
 
 def model_residents(policy: ModelShape, setup: Setup) -> list[Resident]:
     """What the models hold, on one GPU, whatever the step is doing (section 12)."""
-    found = []
-    learning = {"policy": (policy.parameters, policy.tensors)}
+    found = [Resident("policy", "frozen weights", policy.frozen * policy.dtype.itemsize // setup.world_size, "always")]
+    learning = {"policy": (policy.learned, policy.learned_tensors)}
     if setup.critic:
-        learning["critic"] = (policy.trunk_parameters + policy.hidden_size + 1, policy.tensors)
+        learning["critic"] = critic_counts(policy, setup.share_critic_trunk)
     for owner, counts in learning.items():
         parts = training_bytes(*counts, policy.dtype, master_weights=setup.master_weights, optim=setup.optim)
         found += [Resident(owner, what, part // setup.world_size, "always") for what, part in parts.items()]
-    frozen = {"reference": policy.parameters * policy.dtype.itemsize} if setup.reference else {}
+    frozen = {"reference": policy.learned * policy.dtype.itemsize} if setup.reference else {}
     if (scorer := setup.reward_model) is not None:
         frozen["reward model"] = (scorer.trunk_parameters + scorer.hidden_size) * scorer.dtype.itemsize
     found += [Resident(owner, "weights", part // setup.world_size, "always") for owner, part in frozen.items()]
     if setup.use_vllm:
-        size = policy.parameters * policy.dtype.itemsize
+        size = policy.base_parameters * policy.dtype.itemsize
         found += [Resident("engine", "weights", size, when) for when in engine_moments(setup)]
     return found
 
 
 def engine_moments(setup: Setup) -> tuple[str, ...]:
-    """When the engine is in memory: always, or while it generates, if it sleeps otherwise (section 12)."""
-    return ("reading", "writing") if setup.vllm_enable_sleep_mode else ("always",)
+    """When the engine is in memory: always, or, if it sleeps, while it generates and is told new weights (section 12)."""
+    return ("reading", "writing", "syncing") if setup.vllm_enable_sleep_mode else ("always",)
 
 
 def cache_bytes(policy: ModelShape, rows: int, length: int) -> int:
@@ -414,7 +467,8 @@ def stepping(policy: ModelShape, setup: Setup) -> list[Resident]:
     """What the optimiser holds while it steps, on one GPU (section 12)."""
     if setup.optim == "sgd":
         return []
-    shard = policy.parameters // setup.world_size
+    head = critic_counts(policy, shared=True)[0] if setup.critic and setup.share_critic_trunk else 0
+    shard = (policy.learned + head) // setup.world_size
     each = 4 + 4 if setup.master_weights else policy.dtype.itemsize  # float32 gradients, and the roots
     return [Resident("policy", "optimiser's step", each * shard, "stepping")]
 
@@ -424,13 +478,22 @@ def gathered(policy: ModelShape, setup: Setup) -> list[Resident]:
     if setup.world_size == 1:
         return []
     whole = (policy.outside_layers + 2 * policy.largest_layer) * policy.dtype.itemsize
+    gradients = whole if policy.frozen == 0 else whole * policy.learned // policy.parameters
     return [
-        Resident("FSDP", f"gathered {what}", whole, when)
-        for what, when in (("weights", "always"), ("gradients", "learning"))
+        Resident("FSDP", "gathered weights", whole, "always"),
+        Resident("FSDP", "gathered gradients", gradients, "learning"),
     ]
 
 
-MOMENTS = ("reading", "writing", "learning", "stepping")
+def syncing(policy: ModelShape, setup: Setup) -> list[Resident]:
+    """What telling the engine the new weights holds besides the models, on one GPU: merged copies (section 12)."""
+    if not setup.use_vllm:
+        return []
+    size = policy.adapted * policy.dtype.itemsize // setup.world_size
+    return [Resident("policy", "merged copies", size, "syncing")]
+
+
+MOMENTS = ("reading", "writing", "learning", "stepping", "syncing")
 
 
 @dataclass(frozen=True)
@@ -458,20 +521,26 @@ def plan(policy: ModelShape, setup: Setup) -> Plan:
     What PyTorch allocates. Against real steps on a CPU (tests/test_memory.py) it is exact while stepping, from 5 % too low to
     15 % too high while learning, where it counts gradients before they exist, and within 15 % while writing. It
     leaves out what the program itself, a CUDA context, the allocator's fragments and an
-    engine's own buffers take, and the forward passes of reward model and reference, which are smaller than learning.
+    engine's own buffers take, the forward passes of reward model and reference, which are smaller than learning, and what
+    saving a checkpoint takes, which is merged copies where there is an adapter.
     Steps on a GPU, and what ``world_size`` takes from FSDP's rules, have not been measured. Raises ValueError as `training_bytes`,
     for counts below 1, and for rows longer than the model has positions.
     """
-    for name in ("completions", "batch", "max_prompt_length", "max_completion_length", "num_generations", "world_size"):
+    for name in ("world_size", "completions", "batch", "max_prompt_length", "max_completion_length", "num_generations"):
         if getattr(setup, name) < 1:
             raise ValueError(f"{name} is {getattr(setup, name)}; it must be at least 1")
     prompt, completion = setup.max_prompt_length, setup.max_completion_length
+    if policy.positions is not None and completion >= policy.positions:
+        raise ValueError(
+            f"max_completion_length is {completion}, and the model has {policy.positions} positions (max_position_embeddings), "
+            f"which leaves none for a prompt; lower max_completion_length to {policy.positions - 1} or less"
+        )
     if policy.positions is not None and prompt + completion > policy.positions:
         raise ValueError(
             f"a prompt of {prompt} tokens and a completion of up to {completion} are {prompt + completion}, but "
             f"the model has {policy.positions} positions; lower max_completion_length or max_prompt_length"
         )
-    parts = (model_residents, gathered, reading, writing, learning, stepping)
+    parts = (model_residents, gathered, reading, writing, learning, stepping, syncing)
     return Plan(tuple(resident for part in parts for resident in part(policy, setup) if resident.bytes))
 
 
@@ -496,7 +565,7 @@ def plan_on(policy: ModelShape, setup: Setup, size: float) -> Plan:
 def engine_fits(policy: ModelShape, setup: Setup, size: float) -> bool:
     """Whether the engine's share of ``size`` GiB holds its weights and one row; it can write the others in turn (section 12)."""
     row = cache_bytes(policy, 1, setup.max_prompt_length + setup.max_completion_length)
-    return not setup.use_vllm or policy.parameters * policy.dtype.itemsize + row <= engine_share(setup, size)
+    return not setup.use_vllm or policy.base_parameters * policy.dtype.itemsize + row <= engine_share(setup, size)
 
 
 def gpu_counts(setup: Setup) -> list[int]:
@@ -509,12 +578,15 @@ def gpu_counts(setup: Setup) -> list[int]:
 
 def gpus_needed(policy: ModelShape, setup: Setup, size: float) -> int | None:
     """The least of `gpu_counts` of GPUs of ``size`` GiB on which the step fits, or None (section 12)."""
-    if not engine_fits(policy, setup, size):
-        return None
     for count in gpu_counts(setup):
-        if plan_on(policy, replace(setup, world_size=count), size).peak <= USABLE * size * 2**30:
+        if fits(policy, replace(setup, world_size=count), size):
             return count
     return None
+
+
+def fits(policy: ModelShape, setup: Setup, size: float) -> bool:
+    """Whether the step fits on ``setup.world_size`` GPUs of ``size`` GiB (section 12)."""
+    return engine_fits(policy, setup, size) and plan_on(policy, setup, size).peak <= USABLE * size * 2**30
 
 
 def plan_table(policy: ModelShape, setup: Setup) -> str:
@@ -522,24 +594,58 @@ def plan_table(policy: ModelShape, setup: Setup) -> str:
     planned = plan(policy, setup)
     unit, size_of_unit = ("GiB", 2**30) if planned.peak > 2**30 else ("MiB", 2**20)
     gpus = "1 GPU" if setup.world_size == 1 else f"each of {setup.world_size} GPUs"
-    rows = [f"{policy.name}, {policy.parameters:,} parameters in {str(policy.dtype)[6:]}: {unit} on {gpus}"]
+    learned = f", of which {policy.learned:,} learn" if policy.frozen else ""
+    step = f"{unit} on {gpus} for a step of {setup.completions:,} completions"
+    rows = [f"{policy.name}, {policy.parameters:,} parameters in {str(policy.dtype)[6:]}{learned}: {step}"]
     for when in ("always", *MOMENTS):
         for part in (resident for resident in planned.residents if resident.when == when):
             rows.append(f"  {part.owner:14}{part.what:20}{part.bytes / size_of_unit:10.2f}  {when}")
-    moments = (f"{moment} {planned.during('always', moment) / size_of_unit:.2f}" for moment in MOMENTS)
+    there = [moment for moment in MOMENTS if planned.during(moment)]
+    moments = (f"{moment} {planned.during('always', moment) / size_of_unit:.2f}" for moment in there)
     rows.append(f"  {'peak':34}{planned.peak / size_of_unit:10.2f}  ({', '.join(moments)})")
     return "\n".join([*rows, *(verdict(policy, setup, size) for size in GPU_SIZES)])
 
 
 def verdict(policy: ModelShape, setup: Setup, size: float) -> str:
-    """One line: on how many GPUs of ``size`` GiB the step fits (section 12)."""
+    """One line: on how many GPUs of ``size`` GiB, which share its completions, the step fits (section 12)."""
     share = engine_share(setup, size) / 2**30
     if not engine_fits(policy, setup, size):
         need = "its weights and one completion; raise vllm_gpu_memory_utilization"
-        return f"{size} GB: does not fit, the engine's share of {share:.2f} GiB does not hold {need}"
+        return f"{size} GiB: does not fit, the engine's share of {share:.2f} GiB does not hold {need}"
     count, engine = gpus_needed(policy, setup, size), f", the engine's {share:.2f} included" if share else ""
     if count is None:
         hint = "fewer rows at once" + (", a smaller share for the engine or its sleep mode" if share else "")
-        return f"{size} GB: does not fit on {gpu_counts(setup)[-1]} GPUs either{engine}; try {hint}"
+        return f"{size} GiB: does not fit on {gpu_counts(setup)[-1]} GPUs either{engine}; try {hint}"
     peak = plan_on(policy, replace(setup, world_size=count), size).peak / 2**30
-    return f"{size} GB: fits on {count} GPU{'s' * (count > 1)}, {peak:.2f} GiB on each{engine}"
+    return f"{size} GiB: fits on {count} GPU{'s' * (count > 1)}, {peak:.2f} GiB on each{engine}"
+
+
+def smaller_batch(policy: ModelShape, setup: Setup, size: float) -> Setup:
+    """``setup`` with fewer rows at once: the most with which the step fits on ``size`` GiB, or one row (section 12)."""
+    smaller = [rows for rows in range(setup.batch - 1, 0, -1) if setup.completions % (rows * setup.world_size) == 0]
+    setups = [replace(setup, batch=rows) for rows in smaller or [setup.batch]]
+    return next((each for each in setups if fits(policy, each, size)), setups[-1])
+
+
+def hints(policy: ModelShape, setup: Setup, adapted: ModelShape | None = None) -> list[str]:
+    """For each size on which the step does not fit, a line with the peak for each setting that lowers it (section 12).
+
+    ``adapted`` is the policy with an adapter, None if it has one or can have none.
+    """
+    lines = []
+    for size in (size for size in GPU_SIZES if engine_fits(policy, setup, size) and not fits(policy, setup, size)):
+        fewer = smaller_batch(policy, setup, size)
+        portions = -(-setup.completions // (fewer.batch * setup.world_size))
+        rows = f"per_device_train_batch_size {fewer.batch}, gradient_accumulation_steps {portions}"
+        changes = [
+            (rows, policy, fewer),
+            ("gradient_checkpointing", policy, replace(setup, gradient_checkpointing=True)),
+        ]
+        changes += [("use_peft", adapted, setup)] if adapted is not None else []
+        before = plan_on(policy, setup, size).peak
+        for name, shape, changed in changes:
+            peak = plan_on(shape, changed, size).peak
+            if peak < 0.99 * before:
+                verb = "fits" if fits(shape, changed, size) else "not enough"
+                lines.append(f"  {size} GiB: {peak / 2**30:.2f} GiB with {name}, {verb}")
+    return lines

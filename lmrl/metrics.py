@@ -6,7 +6,9 @@ Do not edit: change the notebook, then `make export`.
 
 import json
 import math
+import operator
 import resource
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -20,10 +22,9 @@ import torch
 from torch import Tensor
 
 from lmrl.batch import Rollouts
+from lmrl.checkpoint import write_whole
 from lmrl.config import TRACKERS, tracker_names
-from lmrl.policy import (
-    masked_mean,
-)
+from lmrl.policy import masked_mean
 from lmrl.signal import frac_reward_zero_std
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "optional_import",
     "tracker_modules",
     "TensorBoard",
+    "tracker_id",
     "Tracker",
 ]
 
@@ -136,22 +138,32 @@ METRICS = {
     "ungraded": Metric("share of completions that nobody could grade", "below 0.1", 15),
     "loss": Metric("the loss of the last pass over the batch", "any: it measures no progress", 11),
     "grad_norm": Metric("norm of the policy's gradient before it is clipped, last pass", "steady, no jumps", 16),
-    "critic_grad_norm": Metric("the same of the critic's", "steady, no jumps", 16),
+    "critic_grad_norm": Metric("the same of a critic with a trunk of its own", "steady, no jumps", 16),
     "updates": Metric("optimiser steps taken from the batch", "as set; fewer after target_kl", 10),
     "skipped_updates": Metric("of these, skipped because the gradient was not finite", "0", 16),
     "ratio_error": Metric("greatest distance of a ratio from 1, first pass", "0, or below 1e-3", 10),
-    "clip_fraction": Metric("share of tokens whose gradient the clip cut, last pass", "below 0.2", 10),
-    "kl_old": Metric("KL per token between the policy of the last pass and that of the first", "below 0.05", 9),
+    "clip_fraction": Metric(
+        "share of tokens whose gradient the clip cut, last pass (untied groups only)", "below 0.2", 10
+    ),
+    "kl_old": Metric(
+        "KL per token between the policy of the last pass and that of the first (untied groups only)", "below 0.05", 9
+    ),
     "kl_ref": Metric("KL per token from the reference, first pass", "starts at 0, grows slowly", 9),
     "sampler_gap": Metric(
-        "greatest distance of the trainer's log-probs from the sampler's, first pass", "below 1e-3 in float32", 14
+        "greatest distance of the trainer's log-probs from the sampler's, first pass (untied groups only)",
+        "below 1e-3 in float32",
+        14,
     ),
     "trained_entropy": Metric("entropy per token that was trained on, exact, first pass", "falls slowly", 9),
     "value_loss": Metric("the critic's loss, first pass", "falls", 10),
     "value_clip_fraction": Metric("share of values whose gradient the clip cut, last pass", "below 0.2", 10),
-    "mismatch/ratio_geometric": Metric("policy's to sampler's probability, geometric mean", "0.9 to 1.1", 14),
+    "mismatch/ratio_geometric": Metric(
+        "policy's to sampler's probability, geometric mean (untied groups only)", "0.9 to 1.1", 14
+    ),
     "mismatch/ratio_arithmetic": Metric("the same, arithmetic mean", "0.9 to 1.1, but blind", 14),
-    "mismatch/delta_mean": Metric("mean distance of the trainer's log-probs from the sampler's", "below 0.01", 14),
+    "mismatch/delta_mean": Metric(
+        "mean distance of the trainer's log-probs from the sampler's (untied groups only)", "below 0.01", 14
+    ),
     "mismatch/delta_max": Metric("greatest of these distances", "below 1", 14),
     "mismatch/ess": Metric("effective share of completions after the correction", "above 0.9", 14),
     "padding": Metric("share of the micro-batches' area that no token fills", "below 0.5", 11),
@@ -190,12 +202,17 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, flo
             break
         try:
             record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-            step = record["step"]
-        except (ValueError, AttributeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is not a record of metrics: {line[:60]!r}") from error
+            step = operator.index(record["step"])
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not a record of metrics: {line[:60]!r}; repair it, or move the file away, and the "
+                "run goes on without its past"
+            ) from error
         records.append(record)
     if records and last_step is not None and step != last_step:
-        raise ValueError(f"{path} ends with step {step}, but step {last_step} was reached")
+        raise ValueError(
+            f"{path} ends with step {step}, but step {last_step} was reached; move it away, and the run goes on without its past"
+        )
     return records
 
 
@@ -215,15 +232,28 @@ class MetricsLog:
     ):
         self.records = list(records or [])
         self._trackers = [
-            TensorBoard(module, folder, self.records) if name == "tensorboard" else Tracker(module, folder, settings)
+            TensorBoard(module, folder, self.records)
+            if name == "tensorboard"
+            else Tracker(name, module, folder, settings)
             for name, module in tracker_modules(report_to).items()
         ]
-        self._lines = (folder / "metrics.jsonl").open("a")
+        self._path = folder / "metrics.jsonl"
+        self._lines = self._path.open("a")
 
     def write(self, metrics: dict[str, float]) -> None:
         self.records.append(metrics)
         self._lines.write(json_line(metrics))
         self._lines.flush()
+        for tracker in self._trackers:
+            tracker.write(metrics)
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Add ``metrics`` to those of their step, which is the last one; to the trackers alone if its record is gone."""
+        if self.records:
+            self.records[-1] = self.records[-1] | metrics
+            self._lines.close()
+            write_whole(self._path, "".join(map(json_line, self.records)))
+            self._lines = self._path.open("a")
         for tracker in self._trackers:
             tracker.write(metrics)
 
@@ -238,8 +268,8 @@ def optional_import(module: str, extra: str | None = None) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        package = module if extra is None else f"'lmrl[{extra}]'"
-        raise ImportError(f"{error.name} is not installed; pip install {package}") from error
+        package = module if extra is None else f"-c constraints.txt -e '.[{extra}]'"
+        raise ImportError(f"{error.name} is not installed: .venv/bin/python -m pip install {package}") from error
 
 
 def tracker_modules(report_to: str) -> dict[str, ModuleType]:
@@ -264,12 +294,21 @@ class TensorBoard:
         self._board.close()
 
 
-class Tracker:
-    """Metrics to Weights & Biases or Trackio, as a run of the project lmrl that is called as ``folder`` is (section 16)."""
+def tracker_id(folder: Path) -> str:
+    """The name of the run in ``folder`` that no other run has; ``tracker_id`` in the folder keeps it (section 16)."""
+    path = folder / "tracker_id"
+    if not path.exists():
+        write_whole(path, f"{folder.name}-{secrets.token_hex(4)}\n")
+    return path.read_text().strip()
 
-    def __init__(self, module: ModuleType, folder: Path, settings: dict | None):
-        self._module = module
-        module.init(project="lmrl", name=folder.name, config=settings or {})
+
+class Tracker:
+    """Metrics to Weights & Biases or Trackio, as a run of the project lmrl, which goes on if it was there (section 16)."""
+
+    def __init__(self, name: str, module: ModuleType, folder: Path, settings: dict | None):
+        self._module, own = module, tracker_id(folder)
+        names = {"name": folder.name, "id": own.rpartition("-")[2]} if name == "wandb" else {"name": own}
+        module.init(project="lmrl", **names, resume="allow", config=settings or {})
 
     def write(self, metrics: dict[str, float]) -> None:
         self._module.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
+from transformers.pytorch_utils import Conv1D
 
 from lmrl.policy import trunk
 from lmrl.values import Critic, build_critic
@@ -33,6 +34,7 @@ __all__ = [
     "disable_dropout",
     "load_policy",
     "add_adapter",
+    "require_linear_layers",
     "adapted_layers",
     "copy_what_learns",
     "merged",
@@ -92,7 +94,9 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
         return {}
     missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
     if missing:
-        raise ImportError(f"reading {gguf_file} needs the package {missing[0]}: pip install 'lmrl[gguf]'")
+        raise ImportError(
+            f"reading {gguf_file} needs the package {missing[0]}: .venv/bin/python -m pip install -c constraints.txt -e '.[gguf]'"
+        )
     return {"gguf_file": gguf_file}
 
 
@@ -191,17 +195,32 @@ def add_adapter(model, *, r: int = 16, alpha: int = 32, target_modules: str = "a
     """Freeze ``model`` and give its linear layers a trainable LoRA adapter, in place; returns it (section 12).
 
     ``target_modules`` is "all-linear", which leaves out the output head, or names of layers with commas between them. ``seed``
-    draws A, without a trace in PyTorch's generator; B is 0. ImportError without peft; ValueError, by peft, for names
-    that the model does not have. Hu et al., 2022.
+    draws A, without a trace in PyTorch's generator; B is 0. ImportError without peft; ValueError for names that no linear
+    layer has. Hu et al., 2022.
     """
     if find_spec("peft") is None:
-        raise ImportError("an adapter needs the package peft: pip install 'lmrl[lora]'")
+        raise ImportError(
+            "an adapter needs the package peft: .venv/bin/python -m pip install -c constraints.txt -e '.[lora]'"
+        )
     peft = importlib.import_module("peft")
     names = target_modules if target_modules == "all-linear" else target_modules.replace(" ", "").split(",")
+    if target_modules != "all-linear":
+        require_linear_layers(model, names)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=names), model)
     return disable_dropout(model)
+
+
+def require_linear_layers(model, names: list[str]) -> None:
+    """ValueError for one of ``names`` that is not a linear layer's, or the end of it after a dot (section 12)."""
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, (torch.nn.Linear, Conv1D))]
+    for name in names:
+        if not any(f".{layer}".endswith(f".{name}") for layer in linear):
+            there = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
+            raise ValueError(
+                f"there is no linear layer {name!r}; {model.config.model_type} has {there}, or take all-linear"
+            )
 
 
 def adapted_layers(model) -> dict[str, torch.nn.Module]:

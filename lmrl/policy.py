@@ -11,7 +11,8 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ __all__ = [
     "cache_folder",
     "require_writable",
     "warm_start_folder",
+    "replaced",
     "save_model",
 ]
 
@@ -439,17 +441,24 @@ def warm_start_folder(seed: int = 0, *, target: float = 0.45) -> Path:
     return folder
 
 
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """A place for a new ``folder``, which is replaced when the body has filled it without an error (section 1)."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+
+
 def save_model(folder: Path, model, tokenizer, record: dict) -> None:
     """Write a Hugging Face folder with ``record`` as ``lmrl.json``; ``folder`` is replaced only by a complete one.
 
     A reader never sees a half-written folder, and an error while writing leaves the old one as it was (section 1).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as scratch:
-        new, old = Path(scratch) / "new", Path(scratch) / "old"
+    with replaced(folder) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         (new / "lmrl.json").write_text(json.dumps(record) + "\n")
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)

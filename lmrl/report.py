@@ -6,12 +6,15 @@ Do not edit: change the notebook, then `make export`.
 
 import base64
 import io
+import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from lmrl.config import TrainConfig
 from lmrl.metrics import (
     METRICS,
     optional_import,
@@ -27,6 +30,10 @@ __all__ = [
     "RunRecord",
     "EVALUATED",
     "read_run",
+    "read_object",
+    "read_answers",
+    "read_measurement",
+    "read_runs",
     "FIRST_CURVES",
     "setting_rows",
     "curve_names",
@@ -41,13 +48,13 @@ __all__ = [
 @dataclass(frozen=True)
 class RunRecord:
     """What the folder of a run holds (section 16): its settings, a record of metrics per step, its held-out answers by when
-    they were sampled, and the results of every `lmrl eval` in it."""
+    they were sampled, and of every `lmrl eval` in it the model and its pass@k."""
 
     name: str
     settings: dict
     metrics: list[dict[str, float]]
     samples: dict[str, list[dict]]
-    evaluations: dict[str, dict]
+    evaluations: dict[str, tuple[str, dict[str, Interval]]]
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The steps at which ``metric`` was logged, and its values; for "pass@1" those on held-out problems."""
@@ -59,17 +66,17 @@ class RunRecord:
             points += [(self.metrics[-1]["step"], after.mean)] if after else []
         return [step for step, _ in points], [value for _, value in points]
 
-    def problems(self, when: str) -> dict[str, list[dict]]:
-        """The answers sampled ``when``, "before" or "after", by problem."""
-        found = {}
-        for row in self.samples.get(when, []):
-            found.setdefault(prompt_text(row["prompt"]), []).append(row)
-        return found
+    def problems(self, when: str) -> list[list[dict]]:
+        """The answers sampled ``when``, "before" or "after", by problem; two problems may have the same prompt."""
+        rows, n = (
+            self.samples.get(when, []),
+            self.settings.get("num_eval_generations", TrainConfig.num_eval_generations),
+        )
+        return [rows[start : start + n] for start in range(0, len(rows), n)]
 
     def pass_at_1(self, when: str) -> Interval | None:
         """Held-out pass@1 "before" or "after", with its 95 % interval; None if it was not measured."""
-        problems = self.problems(when).values()
-        shares = [sum((row["reward"] or 0) >= 1 for row in rows) / len(rows) for rows in problems]
+        shares = [sum((row["reward"] or 0) >= 1 for row in rows) / len(rows) for rows in self.problems(when)]
         return interval_over_problems(torch.tensor(shares)) if shares else None
 
 
@@ -81,17 +88,61 @@ def read_run(folder: str) -> RunRecord:
     place = Path(folder)
     if not (place / "metrics.jsonl").is_file() or not (place / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a run: it needs config.json and metrics.jsonl")
-    metrics, samples, file = read_metrics(place / "metrics.jsonl"), {}, place / "samples.jsonl"
+    metrics, samples = read_metrics(place / "metrics.jsonl"), {}
     if not metrics:
         raise ValueError(f"{folder} has no step yet; its metrics.jsonl is empty")
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        row = json.loads(line)
-        samples.setdefault(row["when"], []).append(row)
-    settings = json.loads((place / "config.json").read_text())
-    evaluations = {
-        path.parent.name: json.loads(path.read_text())["results"] for path in sorted(place.glob("*/eval.json"))
-    }
+    if (place / "samples.jsonl").is_file():
+        samples = read_answers(place / "samples.jsonl")
+    settings = read_object(place / "config.json")
+    evaluations = {path.parent.name: read_measurement(path) for path in sorted(place.glob("*/eval.json"))}
     return RunRecord(place.resolve().name, settings, metrics, samples, evaluations)
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object in the file ``path``; ValueError for anything else (section 16)."""
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give the run its own file back") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object; give the run its own file back")
+    return found
+
+
+def read_answers(path: Path) -> dict[str, list[dict]]:
+    """The lines of a ``samples.jsonl`` by when they were sampled; ValueError names one that is no answer (section 16)."""
+    samples = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            prompt_text(row["prompt"]), counted_answers([row])  # as the page will show it
+            samples.setdefault(row["when"], []).append(row)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not an answer as a run writes it: {line[:60]!r}; move the file away, and the "
+                "report goes without answers"
+            ) from error
+    return samples
+
+
+def read_measurement(path: Path) -> tuple[str, dict[str, Interval]]:
+    """The model and its pass@k in an ``eval.json``; ValueError, with the remedy, if it is none (section 16)."""
+    try:
+        record = json.loads(path.read_text())
+        passed = {k: Interval(*map(float, value)) for k, value in record["results"].items() if k.startswith("pass@")}
+        return record.get("model") or record["settings"]["model"], passed  # earlier versions wrote no step
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not what lmrl eval writes ({type(error).__name__}: {error}); move it away, and the report goes "
+            "without it"
+        ) from error
+
+
+def read_runs(folders: Iterable[str]) -> list[RunRecord]:
+    """The runs in ``folders``, each once; their names are as long an end of their paths as tells them apart (section 16)."""
+    places = {Path(folder).resolve(): folder for folder in folders}
+    length = next(n for n in itertools.count(1) if len({place.parts[-n:] for place in places}) == len(places))
+    return [replace(read_run(folder), name=str(Path(*place.parts[-length:]))) for place, folder in places.items()]
 
 
 FIRST_CURVES = ("reward", "pass@1", "entropy", "completion_length", "kl_ref", "kl_old", "clip_fraction", "sampler_gap")
@@ -134,11 +185,14 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
 
 def answer_rows(run: RunRecord, problems: int) -> list[dict]:
     """The first ``problems`` held-out problems with the run's answers, counted, before and after (section 16)."""
-    before, after = run.problems("before"), run.problems("after")
-    prompts = list(before | after)[:problems]
-    answers = [[counted_answers(side.get(prompt, [])) for side in (before, after)] for prompt in prompts]
+    pairs = itertools.zip_longest(run.problems("before"), run.problems("after"), fillvalue=[])
     return [
-        {"prompt": prompt, "before": old, "after": new} for prompt, (old, new) in zip(prompts, answers, strict=True)
+        {
+            "prompt": prompt_text((old or new)[0]["prompt"]),
+            "before": counted_answers(old),
+            "after": counted_answers(new),
+        }
+        for old, new in itertools.islice(pairs, problems)
     ]
 
 
@@ -152,7 +206,7 @@ PAGE = """<!doctype html>
   h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
   table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top; }
   tr { border-bottom: 1px solid #ddd; } .scroll { overflow-x: auto; } .differs { background: #fff3d6; }
-  .numbers td, .numbers th { white-space: nowrap; } .numbers { margin-bottom: 1rem; }
+  .numbers td { white-space: nowrap; } .numbers { margin-bottom: 1rem; }
   .key { position: sticky; top: 0; background: #fffffff2; padding: .4rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
   .key svg { width: 2.6rem; height: .8rem; margin-right: .4rem; }
   .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem 1.5rem; }
@@ -171,10 +225,9 @@ PAGE = """<!doctype html>
 {% for run in runs %}<tr><td>{{ run.name }}<td>{{ run.metrics[-1].step | int }}<td>{{ run.pass_at_1("before") or "–" }}
 <td>{{ run.pass_at_1("after") or "–" }}<td>{{ latest(run) }}<td>{{ duration(run) }}</tr>{% endfor %}
 </table></div>
-{% for run in runs %}{% for name, results in run.evaluations.items() %}<div class="scroll"><table class="numbers">
-<tr><th>{{ run.name }}/{{ name }}{% for metric in results if metric.startswith("pass@") %}<th>{{ metric }}{% endfor %}</tr>
-<tr><td>{% for metric, value in results.items() if metric.startswith("pass@") %}
-<td>{{ "%.3f [%.3f, %.3f]" % (value[0], value[1], value[2]) }}{% endfor %}</tr></table></div>{% endfor %}{% endfor %}
+{% for run in runs %}{% for name, (model, passed) in run.evaluations.items() %}<div class="scroll"><table class="numbers">
+<tr><th>{{ run.name }}/{{ name }}{% for metric in passed %}<th>{{ metric }}{% endfor %}</tr>
+<tr><td>{{ model }}{% for interval in passed.values() %}<td>{{ interval }}{% endfor %}</tr></table></div>{% endfor %}{% endfor %}
 <h2>Curves</h2>
 <div class="key">{% for run in runs %}{% set color, dashes = style(loop.index0) %}<span><svg viewBox="0 0 42 12">
 <line x1="0" y1="6" x2="42" y2="6" stroke="{{ color }}" stroke-width="3" stroke-dasharray="{{ dashes | join(" ") }}"/></svg>
@@ -211,11 +264,11 @@ def report_page(runs: list[RunRecord], problems: int = 8) -> str:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
 
     def latest(run):
-        rewards = [record["reward"] for record in run.metrics[-20:]]
-        return f"{sum(rewards) / len(rewards):.3f}"
+        rewards = [record["reward"] for record in run.metrics[-20:] if "reward" in record]
+        return f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
 
     def duration(run):
-        seconds = sum(record["seconds"] for record in run.metrics)
+        seconds = sum(record.get("seconds", 0) for record in run.metrics)
         return (
             f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"
         )

@@ -200,7 +200,10 @@ def supervise(seconds, memory, output, readable):  # in a process of its own, so
     files = os.read(listen, 1) == b"1"
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= seconds:
+        timed_out = True  # the CPU limit was quicker than the alarm
     try:
         os.killpg(child, signal.SIGKILL)  # what it left behind, where there is no namespace that dies with it
     except ProcessLookupError:

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import operator
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 from lmrl.policy import (
     addition_problems,
@@ -30,6 +32,7 @@ from lmrl.rewards import (
     exact_match,
     load_reward,
     number_match,
+    reward_name,
 )
 
 __all__ = [
@@ -56,15 +59,22 @@ __all__ = [
     "share_of",
     "default_reward",
     "rows_task",
+    "nothing_left",
     "jsonl_task",
     "datasets_task",
     "parse_settings",
     "split_settings",
     "load_task",
     "with_settings",
+    "require_kind",
     "unknown_task",
     "require_no_leak",
+    "require_columns",
+    "wrong_columns",
     "encode_prompt",
+    "unknown_characters",
+    "PromptError",
+    "encode_prompts",
     "drop_long_prompts",
 ]
 
@@ -112,7 +122,9 @@ def reasoning_gym_datasets() -> dict[str, list[str]]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ImportError("reasoning_gym tasks need the package reasoning-gym: pip install 'lmrl[tasks]'") from error
+        raise ImportError(
+            "reasoning_gym tasks need the package reasoning-gym: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
+        ) from error
     return {name: sorted(vars(config)["__dataclass_fields__"]) for name, (_, config) in sorted(DATASETS.items())}
 
 
@@ -302,7 +314,7 @@ def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:  # of the JSON, or of the UTF-8
+            except (ValueError, RecursionError) as error:  # of the JSON, or of the UTF-8
                 raise ValueError(f"{where}: not JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: {type(row).__name__} instead of an object with prompt and answer")
@@ -313,11 +325,18 @@ def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
 def examples_of(rows: list[tuple[str, dict]], prompt: str, answer: str) -> list[Example]:
     """Rows as examples: the column ``prompt`` is the prompt, ``answer`` becomes "answer", the others stay (section 15).
 
-    Raises ValueError that names the first row without a prompt, or with other columns than the first row.
+    Raises ValueError that names the first row without a prompt, without the column ``answer`` if that has another name, or
+    with other columns than the first row.
     """
     examples = []
     for where, row in rows:
-        text = row.get(prompt)
+        for column, setting in ((prompt, "prompt"), (answer, "answer")):
+            if column not in row and (setting, column) != ("answer", "answer"):
+                raise ValueError(
+                    f"{where}: there is no column {column!r}; the columns are {', '.join(row)}; the task's setting "
+                    f"{setting}=NAME takes another, as in jsonl:FILE:{setting}=NAME"
+                )
+        text = row[prompt]
         turns = isinstance(text, list) and text and all(isinstance(turn, dict) and "content" in turn for turn in text)
         if not (turns or isinstance(text, str) and text.strip()):
             raise ValueError(
@@ -342,9 +361,10 @@ def share_of(prompt: str | list[dict]) -> float:
 
 
 def default_reward(examples: list[Example]) -> RewardFunction:
-    """`number_match` if every answer is a number or has the mark ####, else `exact_match` (section 15)."""
-    answers = [str(example.columns.get("answer", "")).strip() for example in examples]
-    numeric = all(NUMBER.fullmatch(answer) or "####" in answer for answer in answers)
+    """`number_match` if every answer there is is a number or has the mark ####, else `exact_match` (section 15)."""
+    answers = (example.columns.get("answer") for example in examples)
+    texts = [str(answer).strip() for answer in answers if answer is not None]
+    numeric = texts and all(NUMBER.fullmatch(text) or "####" in text for text in texts)
     return number_match if numeric else exact_match
 
 
@@ -360,10 +380,10 @@ def rows_task(
 ) -> Task:
     """A task of rows with their places, as `read_jsonl` returns them (section 15).
 
-    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out
+    ``name`` is for messages; ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out
     and removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the
     prompt alone, at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for
-    rows as `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
+    rows as `examples_of` does, for a fraction outside (0, 1), and as `nothing_left` when a side stays empty.
     """
     examples = examples_of(rows, prompt, answer)
     if not 0 < heldout_fraction < 1:
@@ -377,8 +397,25 @@ def rows_task(
     kept = {prompt_key(example.prompt) for example in heldout}
     train = [example for example in examples if prompt_key(example.prompt) not in kept]
     if not (train and heldout):
-        raise ValueError(f"{name}: {len(train)} prompts to train on and {len(heldout)} held out; it needs both")
+        raise ValueError(f"{name}: {nothing_left(examples, heldout, heldout_rows is not None, heldout_fraction)}")
     return Task(name, train, heldout, default_reward(examples) if reward is None else load_reward(reward))
+
+
+def nothing_left(examples: list[Example], heldout: list[Example], given: bool, heldout_fraction: float) -> str:
+    """Why examples leave nothing to train on or nothing to hold out, and the remedy; ``given``: the latter by the user."""
+    if not examples:
+        return "it has no rows"
+    if not heldout:
+        return "what it names as held out has no rows"
+    if given:
+        return f"all of its {len(examples)} rows have prompts that are held out, so that none is left to train on"
+    different = {prompt_key(example.prompt) for example in examples}
+    if len(different) > 1:
+        return f"heldout_fraction {heldout_fraction} holds out all of its {len(different)} different prompts; lower it"
+    return (
+        f"its rows ({len(examples)}) have one prompt, {min(different)[:60]!r}, and a prompt is either trained on or held "
+        "out; add rows with other prompts, or name held-out ones, as in jsonl:FILE:heldout=OTHER"
+    )
 
 
 def jsonl_task(path: str, *, heldout: str | None = None, **settings) -> Task:
@@ -431,7 +468,9 @@ def parse_settings(text: str) -> dict:
 
 
 def split_settings(text: str) -> tuple[str, dict]:
-    """``"NAME:a=1"`` → ``("NAME", {"a": 1})``; a last part without = belongs to the name (section 15)."""
+    """``"NAME:a=1"`` → ``("NAME", {"a": 1})``; without =, or in a file's name, the last part is the name's (section 15)."""
+    if Path(text).is_file():
+        return text, {}
     name, colon, last = text.rpartition(":")
     return (name, parse_settings(last)) if colon and "=" in last else (text, {})
 
@@ -448,7 +487,7 @@ def load_task(name: str, seed: int = 0, **settings) -> Task:
     kind, _, rest = name.partition(":")
     if kind == "reasoning_gym" and rest:
         dataset, _, text = rest.partition(":")
-        task = reasoning_gym_task(dataset, seed, **parse_settings(text) | settings)
+        task = with_settings(name, reasoning_gym_task, dataset, seed, **parse_settings(text) | settings)
     elif kind in ("jsonl", "datasets") and rest:
         path, found = split_settings(rest)
         task = with_settings(name, {"jsonl": jsonl_task, "datasets": datasets_task}[kind], path, **found | settings)
@@ -465,17 +504,33 @@ def load_task(name: str, seed: int = 0, **settings) -> Task:
 
 
 def with_settings(name: str, make: Callable[..., Task], *arguments, **settings) -> Task:
-    """``make(*arguments, **settings)``; ValueError for a setting that it does not take (section 15)."""
-    known = [
-        parameter.name
-        for function in (make, *([] if make is countdown_task else [rows_task]))
+    """``make(*arguments, **settings)``; ValueError for a setting that it does not take, or its value (section 15)."""
+    kinds = {
+        parameter.name: parameter.annotation
+        for function in (make, *([] if make in (countdown_task, reasoning_gym_task) else [rows_task]))
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind == parameter.KEYWORD_ONLY
-    ]
-    unknown = [setting for setting in settings if setting not in known]
-    if unknown:
-        raise ValueError(f"the task {name} has no setting {', '.join(unknown)}; it takes {', '.join(known)}")
+    }
+    unknown = [setting for setting in settings if setting not in kinds]
+    if unknown and make is not reasoning_gym_task:  # which hands them on
+        raise ValueError(f"the task {name} has no setting {', '.join(unknown)}; it takes {', '.join(kinds)}")
+    if "seed" in settings:
+        raise ValueError(f"the task {name} takes the seed of the run: --seed {settings['seed']}")
+    for setting in kinds.keys() & settings.keys():
+        require_kind(name, setting, settings[setting], kinds[setting])
     return make(*arguments, **settings)
+
+
+def require_kind(task: str, setting: str, value, kind: type) -> None:
+    """ValueError unless ``value`` is of the ``kind``, and not below 0 if it is a whole number (section 15)."""
+    kinds = get_args(kind) or (kind,)
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        expected = " or ".join(each.__name__ for each in kinds if each is not type(None))
+        raise ValueError(
+            f"the task {task}: {setting} is {value!r}, of type {type(value).__name__}; expected {expected}"
+        )
+    if type(value) is int and value < 0:
+        raise ValueError(f"the task {task}: {setting} is {value}; it cannot be below 0")
 
 
 def unknown_task(name: str) -> str:
@@ -499,6 +554,34 @@ def require_no_leak(task: Task) -> None:
         )
 
 
+def require_columns(task: Task) -> None:
+    """ValueError if the reward function, or a part of it, cannot be called with the columns of ``task`` (section 15)."""
+    for side in (task.train, task.heldout):
+        columns = list(side[0].columns) if side else []
+        for reward in getattr(task.reward, "rewards", [task.reward]) if side else []:
+            if fault := wrong_columns(reward, columns):
+                raise ValueError(f"{task.name}: the reward {reward_name(reward)} {fault}")
+
+
+def wrong_columns(reward: RewardFunction, columns: list[str]) -> str | None:
+    """What keeps ``reward`` from being called with these columns, and the remedy; None if nothing does."""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # a function of C may have no signature
+        return None
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    given = ["prompts", "completions", *columns]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if missing:
+        remedy = "jsonl:FILE:answer=NAME takes another column for it" if missing == ["answer"] else "rename one of them"
+        there = f"the columns are {', '.join(columns)}" if columns else "there is no column but the prompt"
+        return f"asks for {', '.join(missing)}, but {there}; {remedy}"
+    unwanted = [name for name in given if name not in [p.name for p in named]]
+    if unwanted and not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return f"does not take {', '.join(unwanted)}; end its arguments with **columns"
+    return None
+
+
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
     """The token ids of a prompt: a text, as a user's turn if the tokenizer has a chat template, or turns (section 15).
 
@@ -512,7 +595,9 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:
-        raise ValueError(f"the tokenizer cannot encode the prompt {prompt_key(prompt)[:60]!r}: {error}") from error
+        unknown = ", ".join(map(repr, unknown_characters(tokenizer, prompt)[:8]))
+        reason = f"it does not know {unknown}; take a model that does, or other prompts" if unknown else error
+        raise ValueError(f"the tokenizer cannot encode the prompt {prompt_key(prompt)[:60]!r}: {reason}") from error
     if not ids:
         raise ValueError("the prompt is empty")
     bos = tokenizer.bos_token_id
@@ -522,17 +607,49 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
     return [bos, *ids[start:]]
 
 
+def unknown_characters(tokenizer, prompt: str | list[dict]) -> list[str]:
+    """The characters of a prompt that the tokenizer cannot encode even alone, each once (section 15)."""
+
+    def known(character):
+        try:
+            tokenizer(character, add_special_tokens=False)
+        except Exception:  # the libraries' own
+            return False
+        return True
+
+    text = prompt if isinstance(prompt, str) else "".join(str(turn.get("content")) for turn in prompt)
+    return [character for character in dict.fromkeys(text) if not known(character)]
+
+
+class PromptError(ValueError):
+    """Prompts that a tokenizer cannot encode (section 15)."""
+
+
+def encode_prompts(tokenizer, task: Task) -> list[list[int]]:
+    """The ids of the prompts to train on and of the held-out ones; PromptError that counts those without (section 15)."""
+    found, faults = [], []
+    for example in task.train + task.heldout:
+        try:
+            found.append(encode_prompt(tokenizer, example.prompt))
+        except ValueError as error:
+            faults.append(error)
+    if faults:
+        count = f"{len(faults)} of {len(faults) + len(found)} prompts"
+        raise PromptError(f"{task.name}: {count} cannot be used; the first: {faults[0]}") from faults[0]
+    return found
+
+
 def drop_long_prompts(task: Task, tokenizer, max_prompt_length: int) -> tuple[Task, int]:
     """``task`` without the prompts of more than ``max_prompt_length`` tokens, and how many these were (section 15).
 
-    Prompts are never cut. Raises ValueError if none is left on one side.
+    Prompts are never cut. Raises ValueError if none is left on one side, and as `encode_prompts`.
     """
-    sides = [task.train, task.heldout]
-    kept = [[e for e in side if len(encode_prompt(tokenizer, e.prompt)) <= max_prompt_length] for side in sides]
+    lengths = list(map(len, encode_prompts(tokenizer, task)))
+    fits, cut = [length <= max_prompt_length for length in lengths], len(task.train)
+    kept = [list(itertools.compress(*pair)) for pair in ((task.train, fits[:cut]), (task.heldout, fits[cut:]))]
     if not all(kept):
-        longest = max(len(encode_prompt(tokenizer, e.prompt)) for side in sides for e in side)
         raise ValueError(
             f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out "
-            f"(the longest has {longest}); raise max_prompt_length"
+            f"(the longest has {max(lengths)}); raise max_prompt_length"
         )
-    return replace(task, train=kept[0], heldout=kept[1]), sum(map(len, sides)) - sum(map(len, kept))
+    return replace(task, train=kept[0], heldout=kept[1]), len(fits) - sum(fits)

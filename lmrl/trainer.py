@@ -8,17 +8,21 @@ import hashlib
 import itertools
 import json
 import math
+import queue
+import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,7 +31,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmrl.baselines import group_mean
 from lmrl.batch import Rollouts, concatenate, micro_batches, padding_share, used_columns
-from lmrl.checkpoint import checkpoints_of, save_checkpoint, save_policy, step_of, write_whole
+from lmrl.checkpoint import (
+    checkpoints_of,
+    damage,
+    fingerprints,
+    locked,
+    prune_checkpoints,
+    publish,
+    read_record,
+    save_checkpoint,
+    step_of,
+    told_of_a_full_disk,
+    write_pass_at_1,
+    write_whole,
+)
 from lmrl.config import TrainConfig, check_config
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
@@ -35,7 +52,7 @@ from lmrl.loss import policy_loss, token_weights
 from lmrl.metrics import MetricsLog, Stopwatch, json_line, mean_metrics, read_metrics, rollout_metrics, summarise
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
 from lmrl.models import disable_dropout
-from lmrl.policy import completion_texts, pad_left, pad_right
+from lmrl.policy import completion_texts, pad_left, pad_right, trunk
 from lmrl.ppo import value_clipped, value_loss
 from lmrl.recipes import (
     RATIOS,
@@ -50,15 +67,18 @@ from lmrl.recipes import (
     soft_overlong_punishment,
     top_entropy,
 )
-from lmrl.rewards import RewardError, RewardFunction, is_reward, reward_name, score_completions
+from lmrl.rewards import RewardError, RewardFunction, counts_of, is_reward, reward_name, score_completions
 from lmrl.rollout import Sampler, require_fit
 from lmrl.signal import Interval, dynamic_sampling, interval_over_problems, pass_at_k
-from lmrl.tasks import Example, Task, drop_long_prompts, encode_prompt
+from lmrl.tasks import Example, Task, drop_long_prompts, encode_prompt, encode_prompts, split_settings
 from lmrl.trust_region import kl_k1, kl_k3
 from lmrl.values import Critic, whiten
 
 __all__ = [
     "collect",
+    "TooSlow",
+    "alarm",
+    "within",
     "decode",
     "ask_reward",
     "grade",
@@ -95,7 +115,12 @@ __all__ = [
     "mini_batches",
     "move_reference",
     "checkpointed",
+    "compiled_forwards",
+    "compiled",
     "update_metrics",
+    "shares_trunk",
+    "require_shared_trunk",
+    "prompts_per_step",
     "Trainer",
     "Evaluation",
     "evaluate",
@@ -103,10 +128,15 @@ __all__ = [
     "InterruptRequest",
     "RunResult",
     "run",
+    "take_steps",
     "is_save_step",
+    "save_once",
+    "measure_checkpoint",
+    "is_unmeasured",
     "start_run",
     "reopen_run",
     "free_run_folder",
+    "task_name",
     "numbered_folder",
     "new_run_folder",
     "write_config",
@@ -126,21 +156,90 @@ def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generation
     return sampler.generate([encode_prompt(tokenizer, example.prompt) for example in examples], num_generations, seed)
 
 
+class TooSlow(BaseException):
+    """Raised by `within`; no Exception, so that a function that catches those does not swallow it (section 16)."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise `TooSlow` in the body after ``seconds``, and again at its end if it was swallowed; main thread only (section 16)."""
+    rung = False
+
+    def ring(*_):
+        nonlocal rung
+        rung = True
+        raise TooSlow
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    if rung:
+        raise TooSlow
+
+
+def within(seconds: float | None, function: Callable):
+    """What ``function()`` returns or raises; `TooSlow` if that takes more than ``seconds``, None for no limit (section 16).
+
+    In the main thread the call is ended, as soon as it is in Python code or waits; a computation inside a C library is
+    not, and its time counts once it returns. In another thread the call cannot be ended: it is left behind, and goes on
+    until it returns or the process ends. What it holds, a lock or a core, it keeps until then.
+    """
+    if seconds is None:
+        return function()
+    if threading.current_thread() is threading.main_thread():
+        with alarm(seconds):
+            return function()
+    outcome = queue.SimpleQueue()
+
+    def call():
+        try:
+            outcome.put((function(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TooSlow from None
+    if error is not None:
+        raise error
+    return result
+
+
 def decode(tokenizer, rollouts: Rollouts) -> list[str]:
     """The completions as texts, without the stop token that ended them (section 16)."""
     return completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
 
 
-def ask_reward(reward: RewardFunction, examples: list[Example], completions: list[str]) -> tuple[Tensor, Tensor]:
-    """`score_completions` of one completion for each example, with its prompt and columns (section 16)."""
+def ask_reward(
+    reward: RewardFunction, examples: list[Example], completions: list[str], seconds: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`score_completions` of one completion for each example, with its prompt and columns (section 16).
+
+    RewardError if that takes more than ``seconds``.
+    """
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    return score_completions(reward, [example.prompt for example in examples], completions, columns)
+    prompts = [example.prompt for example in examples]
+    try:
+        return within(seconds, lambda: score_completions(reward, prompts, completions, columns))
+    except TooSlow:
+        raise RewardError(
+            f"reward function {reward_name(reward)}: no answer for {len(completions)} completions within {seconds:g} s; "
+            "give it a time limit for each completion (section 15 shows how), or raise reward_timeout"
+        ) from None
 
 
-def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
-    """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function (section 16)."""
+def grade(
+    rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction, seconds: float | None = None
+) -> Rollouts:
+    """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function, which has ``seconds`` (section 16)."""
     rows = [examples[g] for g in rollouts.group.tolist()]
-    rewards, graded = ask_reward(reward, rows, decode(tokenizer, rollouts))
+    rewards, graded = ask_reward(reward, rows, decode(tokenizer, rollouts), seconds)
     if not graded.any():
         warnings.warn(
             "the reward function graded none of the completions: there is nothing to learn from", stacklevel=2
@@ -154,7 +253,7 @@ def reward_metrics(reward: RewardFunction) -> dict[str, float]:
 
     Raises RewardError for one that is not a finite number.
     """
-    metrics = getattr(reward, "metrics", {})
+    metrics = counts_of(reward)
     for name, value in metrics.items():
         if value is None or not is_reward(value):
             raise RewardError(f"reward function {reward_name(reward)}: its metric {name!r} is {value!r}, not a number")
@@ -552,7 +651,7 @@ class Learner:
             self.scale /= 2
         else:
             self.skipped_in_a_row += 1
-        if self.skipped_in_a_row == self.config.max_skipped_updates:
+        if self.skipped_in_a_row >= self.config.max_skipped_updates:  # lowered, maybe, at a resume
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} optimiser steps in a row were skipped, for their gradients were not finite; "
                 "lower learning_rate (or use dtype float32), or look at the rewards"
@@ -598,6 +697,32 @@ def checkpointed(layers: list[torch.nn.Module]) -> Iterator[None]:
             layer.training = False
 
 
+def compiled_forwards(trunks: list[torch.nn.Module], backend: str = "inductor") -> dict[torch.nn.Module, Callable]:
+    """A compiled ``forward`` for each of ``trunks``, for input of any number of rows and tokens (section 16).
+
+    Raises ValueError, with the remedy, if PyTorch cannot compile for their device here.
+    """
+    device = next(trunks[0].parameters()).device
+    try:
+        torch.compile(torch.neg, backend=backend)(torch.ones(2, device=device))
+    except Exception as error:  # of a compiler: PyTorch wraps what is wrong in kinds of its own
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"torch_compile cannot compile for {device.type} here ({reason}); install what compiles, g++ for a CPU and Triton "
+            "for a GPU, or leave torch_compile out"
+        ) from error
+    return {part: torch.compile(part.forward, backend=backend, dynamic=True) for part in trunks}
+
+
+@contextmanager
+def compiled(forwards: dict[torch.nn.Module, Callable]) -> Iterator[None]:
+    """Let modules use other ``forwards`` in a ``with`` block, the compiled ones (section 16)."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            stack.enter_context(patch.object(module, "forward", forward))
+        yield
+
+
 def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict[str, float]:
     """The metrics of an update from those of its optimiser steps: means over those of the last pass (section 16).
 
@@ -617,13 +742,49 @@ def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict
     }
 
 
+def shares_trunk(critic: Critic | None, model) -> bool:
+    """Whether the critic's head stands on the trunk of ``model`` itself (section 16)."""
+    return critic is not None and critic.trunk is trunk(model)
+
+
+def require_shared_trunk(critic: Critic | None, model, share_critic_trunk: bool) -> None:
+    """Raise ValueError, with the remedy, unless the critic shares the trunk of ``model`` as the setting says (section 16)."""
+    if shares_trunk(critic, model) == share_critic_trunk:
+        return
+    if share_critic_trunk:
+        raise ValueError(
+            "share_critic_trunk is set, but the critic has a trunk of its own; pass load_critic(model, shared=True)"
+        )
+    raise ValueError(
+        "the critic stands on the policy's own trunk, which two optimisers would step in turn; set share_critic_trunk, or "
+        "pass load_critic(model)"
+    )
+
+
+def prompts_per_step(config: TrainConfig, task: Task) -> int:
+    """Different prompts in a step; ValueError, with sizes that work, if ``task.train`` has fewer (section 16)."""
+    prompts, there = config.completions_per_step // config.num_generations, len(task.train)
+    if prompts <= there:
+        return prompts
+    needed = f"a step takes {prompts} prompts ({config.completions_per_step} completions / num_generations "
+    needed += f"{config.num_generations}), but task {task.name} has {there} to train on"
+    accumulation, whole = config.gradient_accumulation_steps, math.lcm(config.num_generations, config.num_mini_batches)
+    unit = whole // math.gcd(whole, accumulation)  # the batch sizes that make whole groups and mini-batches
+    largest = there * config.num_generations // accumulation // unit * unit
+    if largest == 0:
+        size = f"gradient_accumulation_steps 1, num_mini_batches 1 and per_device_train_batch_size {there * config.num_generations}"
+        raise ValueError(f"{needed}; add prompts, or take at most {size}")
+    less = f", or a smaller multiple of {unit}" if largest > unit else ""
+    raise ValueError(f"{needed}; add prompts, or take per_device_train_batch_size {largest}{less}")
+
+
 class Trainer:
     """Every recipe of section 14 on one machine (section 16): the only object with state.
 
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
     model, needed when ``config.beta`` is not 0, ``critic`` a `Critic`, needed for ``advantage_estimator`` "gae". Dropout is
     off throughout. Raises ValueError when a step wants more different prompts than ``task.train`` has, reference or critic
-    is missing, the longest prompt does not fit the model, or the model's logits are not those of its output head
+    is missing, the critic's trunk is not the one that ``config.share_critic_trunk`` says, the longest prompt does not fit the model, or the model's logits are not those of its output head
     (`require_output_head`).
     """
 
@@ -634,41 +795,47 @@ class Trainer:
         self.dropped_prompts, self.reward_metrics = 0, []
         if config.max_prompt_length is not None:
             task, self.dropped_prompts = drop_long_prompts(task, tokenizer, config.max_prompt_length)
-        prompts = config.completions_per_step // config.num_generations
-        if prompts > len(task.train):
-            raise ValueError(
-                f"a step takes {prompts} prompts ({config.completions_per_step} completions / num_generations "
-                f"{config.num_generations}), but task {task.name} has {len(task.train)}; lower "
-                "per_device_train_batch_size or gradient_accumulation_steps"
-            )
         if config.beta != 0.0 and reference is None:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
         if config.advantage_estimator == "gae" and critic is None:
             raise ValueError('advantage_estimator "gae" needs a critic; pass build_critic(model), or choose "group"')
-        prompt_ids = [encode_prompt(tokenizer, example.prompt) for example in task.train + task.heldout]
+        prompt_ids = encode_prompts(tokenizer, task)
         require_fit(model, pad_left(prompt_ids, tokenizer.pad_token_id)[0], config.max_completion_length)
+        prompts = prompts_per_step(config, task)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
+        require_shared_trunk(critic, model, config.share_critic_trunk)
         self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
-        self.learner, self.critic_learner = Learner(model, config.learning_rate, config), None
-        if critic is not None:
+        self.own_critic = critic.head if config.share_critic_trunk else critic  # what is not the policy's
+        learned = torch.nn.ModuleList([model, self.own_critic]) if config.share_critic_trunk else model
+        self.learner, self.critic_learner = Learner(learned, config.learning_rate, config), None
+        if critic is not None and not config.share_critic_trunk:
             disable_dropout(critic.trunk)
             self.critic_learner = Learner(critic, config.critic_learning_rate, config)
         self.checkpointed = []
         if config.gradient_checkpointing:
-            for part in [model] if critic is None else [model, critic.trunk]:
+            for part in [model] if self.critic_learner is None else [model, critic.trunk]:
                 part.gradient_checkpointing_enable({"use_reentrant": False})
                 self.checkpointed += [m for m in part.modules() if isinstance(m, GradientCheckpointingLayer)]
+        parts = [trunk(part) for part in (model, reference) if part is not None]
+        parts += [critic.trunk] if critic is not None else []
+        self.forwards = compiled_forwards(parts) if config.torch_compile else {}
         self.batches = ShuffledBatches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """`fingerprints` of what no step changes, taken once."""
+        return fingerprints(self)
 
     def step(self) -> dict[str, float]:
         """Generate, grade, learn: one pass of the loop. Returns its metrics."""
         watch, self.reward_metrics = Stopwatch(), []
         with named_step(self.steps_done + 1):
-            examples, drawn, rollouts = self.gather(watch)
-            rollouts = self.prepare(rollouts, examples, watch)
+            with self.taken_or_not():
+                examples, drawn, rollouts = self.gather(watch)
+                rollouts = self.prepare(rollouts, examples, watch)
             with watch.phase("update"):
                 learning = self.update(rollouts)
             self.sampler.sync(self.model)
@@ -678,6 +845,19 @@ class Trainer:
         counted = mean_metrics(self.reward_metrics)
         return {"step": self.steps_done, **counted, **rollout_metrics(drawn), **learning, **watch.metrics()}
 
+    @contextmanager
+    def taken_or_not(self) -> Iterator[None]:
+        """Put prompts and generators back if the body raises, so that the step can be taken later."""
+        generators, waiting = (self.batches.generator, self.sampling), list(self.batches.waiting)
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        except BaseException:
+            self.batches.waiting = waiting
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            raise
+
     def draw(self, watch: Stopwatch) -> tuple[list[Example], Rollouts]:
         """The next prompts, and graded completions for them."""
         examples = [self.task.train[i] for i in next(self.batches)]
@@ -686,7 +866,7 @@ class Trainer:
                 self.sampler, self.tokenizer, examples, self.config.num_generations, self.next_sampling_seed()
             )
         with watch.phase("reward"):
-            rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
+            rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward, self.config.reward_timeout)
             self.reward_metrics.append(reward_metrics(self.task.reward))
         return examples, rollouts
 
@@ -707,7 +887,7 @@ class Trainer:
     def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
         """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
         config, budget, values, entropy = self.config, token_budget(rollouts, self.config), (), None
-        with watch.phase("update"):
+        with watch.phase("update"), compiled(self.forwards):
             if config.beta != 0.0 and config.kl_estimator != "exact":
                 logprobs, _ = score(self.reference, rollouts, config.temperature, budget)
                 rollouts = replace(rollouts, ref_logprobs=logprobs)
@@ -718,7 +898,8 @@ class Trainer:
                 values = predict_values(self.critic, rollouts, budget)
         if config.advantage_estimator == "monte_carlo":
             with watch.phase("generation"):
-                grade_endings = partial(grade, tokenizer=self.tokenizer, examples=examples, reward=self.task.reward)
+                parts = {"tokenizer": self.tokenizer, "examples": examples, "reward": self.task.reward}
+                grade_endings = partial(grade, **parts, seconds=config.reward_timeout)
                 seed = self.next_sampling_seed()
                 values = (sampled_values(rollouts, self.sampler, grade_endings, config, seed),)
         estimate = token_advantages if values else completion_advantages
@@ -731,7 +912,7 @@ class Trainer:
         if self.critic_learner is not None:
             self.critic_learner.start(self.steps_done)
         for pieces in batches * self.config.num_iterations:
-            with checkpointed(self.checkpointed):
+            with checkpointed(self.checkpointed), compiled(self.forwards):
                 learned = self.learn(pieces, self.config.target_kl if steps else None)
             if learned is None:
                 break
@@ -744,7 +925,8 @@ class Trainer:
     def learn(self, pieces: list[tuple[Rollouts, Tensor]], target_kl: float | None = None) -> dict[str, float] | None:
         """One optimiser step on a mini-batch, whose pieces get their ``old_logprobs``; beyond ``target_kl`` None instead."""
         config, scale = self.config, self.learner.scale
-        self.learner.zero_grad()
+        for learner in filter(None, (self.learner, self.critic_learner)):
+            learner.zero_grad()
         loss, passes = 0.0, []
         for i, (piece, weights) in enumerate(pieces):
             piece_loss, piece, metrics = micro_batch_pass(self.model, piece, weights * scale, config, self.reference)
@@ -755,29 +937,29 @@ class Trainer:
         summary = summarise(passes)
         if target_kl is not None and summary["kl_old"] > target_kl:
             return None
+        values = self.add_value_gradients(pieces) if config.advantage_estimator == "gae" else {}
         learned = {"loss": loss, "grad_norm": self.learner.step(), **summary}
-        return learned | self.learn_values(pieces) if config.advantage_estimator == "gae" else learned
+        if self.critic_learner is not None:
+            learned["critic_grad_norm"] = self.critic_learner.step()
+        return learned | values
 
-    def learn_values(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
-        """One optimiser step of the critic on the pieces of a mini-batch."""
-        self.critic_learner.zero_grad()
-        passes = []
+    def add_value_gradients(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
+        """Add the gradients of the critic's loss on the pieces of a mini-batch to those that are there; its metrics."""
+        passes, learner = [], self.critic_learner or self.learner
         for piece, weights in pieces:
-            loss, metrics = critic_pass(self.critic, piece, weights * self.critic_learner.scale, self.config)
+            loss, metrics = critic_pass(self.critic, piece, weights * learner.scale, self.config)
             loss.backward()
             passes.append((metrics, weights > 0))
-        return {"critic_grad_norm": self.critic_learner.step(), **summarise(passes)}
+        return summarise(passes)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more, with half_width its 95 %
-    interval over problems; reward: mean reward; well_formed: share of answers that finished and have the task's form;
-    truncated and ungraded: shares of answers; right: how many answers to each problem have reward 1 or more; samples: one
-    dict per completion, a problem's together."""
+    """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more; reward: mean reward;
+    well_formed: share of answers that finished and have the task's form; truncated and ungraded: shares of answers; right:
+    how many answers to each problem have reward 1 or more; samples: one dict per completion, a problem's together."""
 
     pass_at_1: float
-    half_width: float
     reward: float
     well_formed: float
     truncated: float
@@ -786,7 +968,7 @@ class Evaluation:
     samples: list[dict]
 
     def __str__(self) -> str:
-        return f"{self.pass_at_1:.3f} ± {self.half_width:.3f}"
+        return str(self.pass_at()[1])
 
     def pass_at(self) -> dict[int, Interval]:
         """pass@k with its 95 % interval for k = 1, 2, 4, … up to the answers per problem (section 13)."""
@@ -811,10 +993,9 @@ def measure(sampler: Sampler, tokenizer, task: Task, config: TrainConfig, seed: 
     size = max(1, config.completions_per_step // config.num_eval_generations)
     chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
     rollouts = concatenate([collect(sampler, tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks])
-    rollouts = grade(rollouts, tokenizer, examples, task.reward)
+    rollouts = grade(rollouts, tokenizer, examples, task.reward, config.reward_timeout)
     texts, metrics = decode(tokenizer, rollouts), rollout_metrics(rollouts)
     right = ((rollouts.rewards >= 1.0) & rollouts.graded).view(len(examples), -1)
-    passed = right.float().mean(1)
     formed = [not cut and task.well_formed(text) for cut, text in zip(rollouts.truncated.tolist(), texts, strict=True)]
     samples = [
         {"prompt": examples[g].prompt, "completion": text, "reward": reward, "truncated": cut}
@@ -823,8 +1004,7 @@ def measure(sampler: Sampler, tokenizer, task: Task, config: TrainConfig, seed: 
         )
     ]
     return Evaluation(
-        pass_at_1=float(passed.mean()),
-        half_width=1.96 * float(passed.std(correction=0)) / math.sqrt(len(examples)),
+        pass_at_1=float(right.float().mean()),
         well_formed=sum(formed) / len(formed),
         **{name: metrics[name] for name in ("reward", "truncated", "ungraded")},
         right=right.sum(1).tolist(),
@@ -870,68 +1050,115 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
 
     ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one. The folder gets config.json, metrics.jsonl,
     TensorBoard events, learning_curve.png, evaluation.json, samples.jsonl, checkpoints/, and checkpoint/, the Hugging Face
-    folder of the newest. A step that fails leaves the last checkpoint as it was. With ``config.resume`` the run in that
-    folder goes on; the trainer is one that was restored from its newest checkpoint.
+    folder of the newest. A reward function that fails ends the run with its error, after all steps were saved; any other
+    failure leaves the last checkpoint as it was, and OSError tells of a full disk. With ``config.resume`` the run in that
+    folder goes on; the trainer is one that was restored from its newest checkpoint. BlockingIOError if another process is at
+    that run.
     """
     config = trainer.config
-    folder, before, records = start_run(trainer) if config.resume is None else reopen_run(trainer)
-    log = MetricsLog(folder, records, config.report_to, asdict(config))
-    after, saved = None, trainer.steps_done if config.resume else None
+    if config.resume is None:
+        before, records = evaluate(trainer), []
+        folder = new_run_folder(config)
+    else:
+        folder = Path(config.resume)
+    with told_of_a_full_disk(folder), locked(folder):
+        if config.resume is None:
+            start_run(folder, config, before)
+        else:
+            before, records = reopen_run(trainer, folder)
+        with closing(MetricsLog(folder, records, config.report_to, asdict(config))) as log:
+            after, interrupted = take_steps(trainer, folder, log)
+        after = after or evaluate(trainer)
+        write_evaluations(folder, {"before": before, "after": after})
+        measured = {record["step"]: record["eval_pass_at_1"] for record in log.records if "eval_pass_at_1" in record}
+        curve = plot(log.records, {0: before.pass_at_1, **measured, trainer.steps_done: after.pass_at_1})
+        curve.savefig(folder / "learning_curve.png")
+    return RunResult(folder, before, after, interrupted)
+
+
+def take_steps(trainer: Trainer, folder: Path, log: MetricsLog) -> tuple[Evaluation | None, bool]:
+    """The steps of a run, with its records and checkpoints, up to ``config.max_steps`` or a signal (section 16).
+
+    Returns the held-out results after the last step, None if they were not measured, and whether a signal came.
+    """
+    config, after = trainer.config, None
     progress = tqdm(total=config.max_steps, initial=trainer.steps_done, desc=folder.name, unit="step")
     with InterruptRequest() as interrupt, progress as bar:
-        while trainer.steps_done < config.max_steps and not interrupt.requested:
-            metrics = trainer.step()
-            after = evaluate(trainer) if is_save_step(trainer) else None
-            log.write(metrics if after is None else {**metrics, "eval_pass_at_1": after.pass_at_1})
-            bar.set_postfix(progress_fields(metrics), refresh=False)
-            bar.update()
-            if after is not None:
-                save_checkpoint(trainer, folder, after.pass_at_1)
-                saved = trainer.steps_done
-        if saved != trainer.steps_done:
-            save_checkpoint(trainer, folder)
-    log.close()
-    after = after or evaluate(trainer)
-    write_evaluations(folder, {"before": before, "after": after})
-    measured = {record["step"]: record["eval_pass_at_1"] for record in log.records if "eval_pass_at_1" in record}
-    curve = plot(log.records, {0: before.pass_at_1, **measured, trainer.steps_done: after.pass_at_1})
-    curve.savefig(folder / "learning_curve.png")
-    return RunResult(folder, before, after, interrupt.requested)
+        try:
+            if is_unmeasured(trainer, folder):
+                after = measure_checkpoint(trainer, folder, log)
+            while trainer.steps_done < config.max_steps and not interrupt.requested:
+                metrics, after = trainer.step(), None
+                log.write(metrics)
+                bar.set_postfix(progress_fields(metrics), refresh=False)
+                bar.update()
+                if is_save_step(trainer):
+                    save_checkpoint(trainer, folder)
+                    after = measure_checkpoint(trainer, folder, log)
+        except RewardError:
+            save_once(trainer, folder)
+            where = f"saved after step {trainer.steps_done}; go on with: lmrl train --resume {folder}"
+            tqdm.write(where, file=sys.stderr)
+            raise
+        save_once(trainer, folder)
+    return after, interrupt.requested
 
 
 def is_save_step(trainer: Trainer) -> bool:
-    """Whether held-out pass@1 is measured, and a checkpoint written, after the step that was just taken (section 16)."""
+    """Whether a checkpoint is written, and held-out pass@1 measured, after the step that was just taken (section 16)."""
     return trainer.steps_done % trainer.config.save_steps == 0 or trainer.steps_done == trainer.config.max_steps
 
 
-def start_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
-    """The folder of a new run, the held-out results before it, and no records yet (section 16)."""
-    before = evaluate(trainer)
-    folder = new_run_folder(trainer.config)
-    write_config(folder, trainer.config)
+def save_once(trainer: Trainer, folder: Path) -> None:
+    """`save_checkpoint`, unless the newest checkpoint has all steps already (section 16)."""
+    if [step_of(checkpoint) for checkpoint in checkpoints_of(folder)[-1:]] != [trainer.steps_done]:
+        save_checkpoint(trainer, folder)
+
+
+def measure_checkpoint(trainer: Trainer, folder: Path, log: MetricsLog) -> Evaluation:
+    """Held-out results of the policy that was just saved, entered into the log and its checkpoint (section 16)."""
+    after = evaluate(trainer)
+    log.add({"step": trainer.steps_done, "eval_pass_at_1": after.pass_at_1})
+    write_pass_at_1(checkpoints_of(folder)[-1], after.pass_at_1)
+    prune_checkpoints(folder, trainer.config.save_total_limit)
+    return after
+
+
+def is_unmeasured(trainer: Trainer, folder: Path) -> bool:
+    """Whether the trainer stands at a checkpoint that should have been measured and was not (section 16)."""
+    if trainer.steps_done == 0 or not is_save_step(trainer):
+        return False
+    return read_record(checkpoints_of(folder)[-1])["eval_pass_at_1"] is None
+
+
+def start_run(folder: Path, config: TrainConfig, before: Evaluation) -> None:
+    """Write what is known before the first step: the settings, and the held-out results (section 16)."""
+    write_config(folder, config)
     write_evaluations(folder, {"before": before})
-    return folder, before, []
 
 
-def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
-    """The same for the run in ``config.resume``, with the records up to the trainer's step (section 16).
+def reopen_run(trainer: Trainer, folder: Path) -> tuple[Evaluation, list]:
+    """Bring the run in ``folder`` back to the trainer's step: its held-out results before, and its records (section 16).
 
-    What a kill left unfinished is removed, and checkpoints of later steps, which are damaged, are renamed.
+    What a kill left unfinished is removed or made up for, and checkpoints of later steps, which are damaged, are renamed.
+    Raises ValueError if a later one is whole: the run went on since the trainer was restored.
     """
-    folder, step = Path(trainer.config.resume), trainer.steps_done
+    step = trainer.steps_done
     before, metrics = read_evaluation(folder, "before"), folder / "metrics.jsonl"
+    damaged = [checkpoint for checkpoint in checkpoints_of(folder) if step_of(checkpoint) > step]
+    if damaged and damage(damaged[-1]) is None:
+        raise ValueError(f"{folder} went on from step {step} to {step_of(damaged[-1])} meanwhile; resume it once more")
     metrics.touch()  # who moves it away goes on without its past
     records = read_metrics(metrics, step)
-    for path in (*folder.glob(".unfinished-*"), *folder.glob("checkpoints/.unfinished-*")):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for later in checkpoints_of(folder):
-        if step_of(later) > step:
-            later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
+    for path in list(folder.rglob(".unfinished-*")):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    for later in damaged:
+        later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
     write_whole(metrics, "".join(map(json_line, records)))
     write_config(folder, replace(trainer.config, resume=None))
-    if not (folder / "checkpoint").exists():
-        save_policy(trainer, folder / "checkpoint")
-    return folder, before, records
+    publish(checkpoints_of(folder)[-1], folder / "checkpoint")
+    prune_checkpoints(folder, trainer.config.save_total_limit)
+    return before, records
 
 
 def free_run_folder(config: TrainConfig) -> Path:
@@ -940,9 +1167,19 @@ def free_run_folder(config: TrainConfig) -> Path:
     if config.name is not None:
         folder = parent / config.name
         if folder.exists():
-            raise FileExistsError(f"{folder} exists; choose another --name, or move it away")
+            going_on = f"go on with --resume {folder}, or " if checkpoints_of(folder) else ""
+            raise FileExistsError(f"{folder} exists; {going_on}choose another --name, or move it away")
         return folder
-    return numbered_folder(parent, config.task.replace(":", "-"))
+    return numbered_folder(parent, task_name(config.task))
+
+
+def task_name(task: str) -> str:
+    """A task as the name of one folder: of a file or a data set its own name, without the path (section 16)."""
+    kind, _, rest = task.partition(":")
+    if kind in ("jsonl", "datasets"):
+        path = Path(split_settings(rest)[0])
+        task = path.stem if kind == "jsonl" else path.name
+    return re.sub(r"[:/\\]+", "-", task)
 
 
 def numbered_folder(parent: Path, name: str) -> Path:
@@ -982,10 +1219,20 @@ def write_evaluations(folder: Path, evaluations: dict[str, Evaluation]) -> None:
 
 
 def read_evaluation(folder: Path, when: str) -> Evaluation:
-    """What `write_evaluations` wrote under ``when``; a reward of null stays None (section 16)."""
-    numbers = json.loads((folder / "evaluation.json").read_text())[when]
-    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
-    return Evaluation(**numbers, samples=[row for row in rows if row.pop("when") == when])
+    """What `write_evaluations` wrote under ``when``; a reward of null stays None (section 16).
+
+    Raises ValueError, with the remedy, if that is not there.
+    """
+    try:
+        numbers = json.loads((folder / "evaluation.json").read_text())[when]
+        numbers.pop("half_width", None)  # that earlier versions wrote
+        rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+        return Evaluation(**numbers, samples=[row for row in rows if row.pop("when") == when])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: evaluation.json and samples.jsonl are not those of this run ({type(error).__name__}: {error}); give "
+            f"them back, or start a new run from its weights: --model {folder / 'checkpoint'}"
+        ) from error
 
 
 def progress_fields(metrics: dict[str, float]) -> dict[str, str]:

@@ -322,15 +322,23 @@ def row_uniforms(prompts: list[list[int]], num_generations: int, max_completion_
 # little arithmetic that most of the time goes into preparing it: the forward pass of transformers serves every use of a
 # model, and makes masks, tables of positions and copies of shared keys again for each token. So the step is written out here
 # for the commonest design, that of Llama: a layer adds to $x$ first what attention says of the normed $x$, then what the
-# MLP says of it. Attention has one query, the newest token's, and needs no causal mask, only that of the padding. The
-# modules and the cache are the model's own, so there is nothing to synchronise.
+# MLP says of it. Attention has one query, the newest token's, and needs no causal mask, only that of the padding. Nothing is
+# kept for a gradient, and a product by weights is asked for as such, without the call of a module. Weights and cache are the
+# model's own, so there is nothing to synchronise.
 
 
 # %% tags=["export:rollout"]
+def project(linear, x: torch.Tensor) -> torch.Tensor:
+    """What the module ``linear`` says of ``x``; without a module's call if it is no more than a product (section 11)."""
+    return F.linear(x, linear.weight, linear.bias) if type(linear) is torch.nn.Linear else linear(x)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Queries or keys ``[B, heads, d]`` turned by their position's angles ``[B, 1, d]``. Su et al., 2021 (section 11)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    """Queries and keys ``[B, heads, d]`` turned by their position's angles ``[B, 1, d]``. Su et al., 2021 (section 11).
+
+    A pair (x, y), half a row apart, becomes (x cos - y sin, y cos + x sin); the first half of ``sin`` is negative for that.
+    """
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class NextToken:
@@ -342,38 +350,50 @@ class NextToken:
     def __init__(self, model, length: int):
         self.model = model
         weight = model.model.embed_tokens.weight
-        self.cos, self.sin = model.model.rotary_emb(weight, torch.arange(length, device=weight.device)[None])
+        cos, sin = model.model.rotary_emb(weight, torch.arange(length, device=weight.device)[None])
+        first, second = sin[0].chunk(2, dim=-1)
+        self.cos, self.sin = cos[0], torch.cat([-first, second], dim=-1)
 
     def __call__(self, *, input_ids, attention_mask, position_ids, past_key_values, **options):
         model, cache = self.model, past_key_values
         if cache is None or any(type(stored) is not DynamicLayer for stored in cache.layers):
             tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
             return model(**tensors, past_key_values=cache, **options)
-        mask = attention_mask.bool()[:, None, None]
-        cos, sin = self.cos[0, position_ids], self.sin[0, position_ids]
-        x = model.model.embed_tokens(input_ids[:, 0])
-        for layer, stored in zip(model.model.layers, cache.layers, strict=True):
-            x = x + self.attend(layer.self_attn, layer.input_layernorm(x), stored, mask, cos, sin)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        logits = model.lm_head(model.model.norm(x))
+        with torch.inference_mode():
+            logits = self.step(input_ids[:, 0], attention_mask, position_ids[:, 0], cache)
         return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+
+    def step(self, ids, attention_mask, positions, cache) -> torch.Tensor:
+        """The logits ``[B, V]`` of what follows the ``ids`` ``[B]``, whose keys and values join the ``cache``."""
+        trunk, mask = self.model.model, attention_mask.bool()[:, None, None]
+        cos, sin = (table.index_select(0, positions)[:, None] for table in (self.cos, self.sin))
+        x = trunk.embed_tokens(ids)
+        for layer, stored in zip(trunk.layers, cache.layers, strict=True):
+            x = x + self.attend(layer.self_attn, layer.input_layernorm(x), stored, mask, cos, sin)
+            x = x + self.think(layer.mlp, layer.post_attention_layernorm(x))
+        return project(self.model.lm_head, trunk.norm(x))
 
     def attend(self, attention, x, stored, mask, cos, sin) -> torch.Tensor:
         """What the ``attention`` of a layer says of ``x`` ``[B, D]``, whose keys and values join the ``stored`` ones."""
-        heads = len(x), -1, attention.head_dim
-        q, k, v = (project(x).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+        rows, width = len(x), attention.head_dim
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = (project(part, x).view(rows, -1, width) for part in parts)
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        keys, values = stored.update(rotate(k, cos, sin)[:, :, None], v[:, :, None])
-        # The queries that share keys go together.
-        queries = rotate(q, cos, sin).view(len(x), keys.shape[1], -1, attention.head_dim)
+        q, k = rotate(torch.cat([q, k], dim=1), cos, sin).split([q.shape[1], k.shape[1]], dim=1)
+        keys, values = stored.update(k[:, :, None], v[:, :, None])
+        queries = q.reshape(rows, keys.shape[1], -1, width)  # those that share keys together
         read = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=attention.scaling)
-        return attention.o_proj(read.reshape(len(x), -1))
+        return project(attention.o_proj, read.reshape(rows, -1))
+
+    def think(self, mlp, x) -> torch.Tensor:
+        """What the ``mlp`` of a layer says of ``x`` ``[B, D]``."""
+        return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x)) * project(mlp.up_proj, x))
 
 
 # %% [markdown]
-# Whether a model has this design is known by its class. A hook or a replaced `forward` on a part that the written-out step
-# would pass by counts against it; then, as for all other designs, `complete` calls the model itself.
+# Whether a model has this design is known by its class. A hook or a replaced `forward`, which the written-out step
+# might pass by, counts against it; then, as for all other designs, `complete` calls the model itself.
 
 
 # %% tags=["export:rollout"]
@@ -384,9 +404,7 @@ def has_next_token(model) -> bool:
     """Whether `NextToken` computes what ``model`` does (section 11)."""
     if type(model).__name__ not in NEXT_TOKEN_MODELS or model.config._attn_implementation != "sdpa":
         return False
-    layers = model.model.layers
-    passed_by = [model, model.model, model.model.rotary_emb, *layers, *(layer.self_attn for layer in layers)]
-    touched = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in passed_by)
+    touched = any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     return not touched and model.model.rotary_emb.rope_type in ("default", "linear", "llama3", "yarn")
 
 

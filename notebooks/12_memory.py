@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -64,6 +65,7 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.logprobs import completion_loss, loss_tile_shape
@@ -305,10 +307,16 @@ def skip(layer: torch.nn.Module, like: list) -> None:
 
 
 # %% tags=["export"]
-def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
+def as_it_is(model):
+    """``model``, in which all weights learn; in place of a function that gives it an adapter (section 12)."""
+    return model
+
+
+def kept_by_a_row(config, dtype: torch.dtype, length: int, adapt: Callable = as_it_is) -> tuple[int, int]:
     """Bytes that autograd keeps for one row of ``length`` tokens: in the whole trunk, in its largest layer (section 12)."""
-    with traceable(), FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = adapt(without_weights(config, dtype))
+    with traceable(), FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         layers = decoder_layers(model)
         kinds, shown = [layer_kind(layer) for layer in layers], Counter()
         outputs = {kind: [] for kind in kinds}
@@ -329,9 +337,9 @@ def kept_by_a_row(config, dtype: torch.dtype, length: int) -> tuple[int, int]:
     return first + sum((shown[kind] - 2) * added[kind] for kind in shown if shown[kind] > 2), max(added.values())
 
 
-def kept_per_row(config, dtype: torch.dtype) -> tuple[Growth, Growth]:
+def kept_per_row(config, dtype: torch.dtype, adapt: Callable = as_it_is) -> tuple[Growth, Growth]:
     """How what autograd keeps of a row grows with its length: in the whole trunk, in its largest layer (section 12)."""
-    short, long = kept_by_a_row(config, dtype, 128), kept_by_a_row(config, dtype, 256)
+    short, long = (kept_by_a_row(config, dtype, length, adapt) for length in (128, 256))
     quadratic = [(two - 2 * one) / (256**2 - 2 * 128**2) for one, two in zip(short, long, strict=True)]
     return tuple(Growth(one / 128 - 128 * square, square) for one, square in zip(short, quadratic, strict=True))
 
@@ -355,7 +363,7 @@ for config in (
     with saved_tensors_hooks(counted.pack, lambda tensor: tensor):
         trunk(real)(input_ids=mask, attention_mask=mask, position_ids=positions, use_cache=False)
     foretold, kept = growth.bytes(3, 200), counted.bytes[None]
-    print(f"{config.model_type:12} foretold {foretold / 1e6:7.2f} MB, kept {kept / 1e6:7.2f} MB")
+    print(f"{config.model_type:12} foretold {foretold / 2**20:7.2f} MiB, kept {kept / 2**20:7.2f} MiB")
     assert abs(foretold / kept - 1) < 0.01
 
 # %% [markdown]
@@ -364,8 +372,7 @@ for config in (
 #
 # $$B L \cdot L_{\text{layers}}\, b D \;+\; \text{one layer's } B\,(aL + cL^2) .$$
 #
-# The price is a second forward pass, about a third more arithmetic in learning. The trainer of section 16 does not do this
-# yet, so `lmrl plan` does not offer it; here it shows what it would save.
+# The price is a second forward pass, about a third more arithmetic in learning.
 #
 # ## What a token costs while it is written
 #
@@ -409,7 +416,8 @@ class ModelShape:
 
     ``outside_layers`` and ``largest_layer`` are parameter counts, ``cache`` holds for each layer the numbers per token and the
     window, ``kept`` and ``kept_in_layer`` what autograd keeps of a row in the trunk and in its largest layer, ``positions`` the
-    most tokens of a row (None if there is no limit).
+    most tokens of a row (None if there is no limit). ``frozen`` and ``frozen_tensors`` are those of the parameters that do not
+    learn, because an adapter does, and ``adapted`` those of the matrices that have one.
     """
 
     name: str
@@ -426,25 +434,46 @@ class ModelShape:
     kept: Growth
     kept_in_layer: Growth
     positions: int | None = None
+    frozen: int = 0
+    frozen_tensors: int = 0
+    adapted: int = 0
+
+    @property
+    def learned(self) -> int:
+        """Parameters that learn."""
+        return self.parameters - self.frozen
+
+    @property
+    def learned_tensors(self) -> int:
+        return self.tensors - self.frozen_tensors
+
+    @property
+    def base_parameters(self) -> int:
+        """Parameters without those of an adapter."""
+        return self.frozen or self.parameters
 
 
-def shape_of(config, dtype: torch.dtype) -> ModelShape:
+def shape_of(config, dtype: torch.dtype, adapt: Callable = as_it_is) -> ModelShape:
     """The `ModelShape` of a Hugging Face ``config`` whose weights are held in ``dtype`` (section 12).
 
-    Of a multimodal config it is the language model's. Raises ValueError if the architecture cannot be built or traced
+    ``adapt`` gives the model an adapter, and returns it. Of a multimodal config it is the language model's. Raises ValueError if the architecture cannot be built or traced
     without numbers, or has a recurrent state; the message says why.
     """
     try:
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError("transformers has no causal language model of that kind")
         text = config.get_text_config()
-        model = without_weights(text, dtype)
+        model = adapt(without_weights(text, dtype))
+        frozen = [weight.numel() for weight in model.parameters() if not weight.requires_grad]
+        adapted = [part.base_layer.weight.numel() for part in model.modules() if hasattr(part, "get_delta_weight")]
         layers = [parameter_count(layer) for layer in decoder_layers(model)]
         if not layers:
             raise ValueError("it has no layers that transformers could checkpoint one by one, which the plan counts")
         with traceable():
             cache = cache_layers(model)
-        kept, kept_in_layer = kept_per_row(text, dtype)
+        kept, kept_in_layer = kept_per_row(text, dtype, adapt)
+    except ImportError:  # an adapter's package
+        raise
     except Exception as error:  # models that are not made for this raise many kinds
         reason = str(error).partition("\n")[0].partition(". ")[0]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -464,6 +493,9 @@ def shape_of(config, dtype: torch.dtype) -> ModelShape:
         kept=kept,
         kept_in_layer=kept_in_layer,
         positions=getattr(text, "max_position_embeddings", None),
+        frozen=sum(frozen),
+        frozen_tensors=len(frozen),
+        adapted=sum(adapted),
     )
 
 
@@ -480,9 +512,9 @@ sizes = {
     "14B": (5120, 40, 40, 17408),
     "32B": (5120, 64, 64, 25600),
 }
-shapes = {}
+configs, shapes = {}, {}
 for name, (width, depth, heads, inner) in sizes.items():
-    config = Qwen3Config(
+    configs[name] = config = Qwen3Config(
         hidden_size=width,
         num_hidden_layers=depth,
         num_attention_heads=heads,
@@ -522,8 +554,12 @@ def logits_bytes(model: ModelShape, tokens: int, *, fused: bool) -> int:
     vocabulary, width = model.vocab_size, model.hidden_size
     if not fused:
         return 3 * 4 * tokens * vocabulary
-    block = min(tokens, loss_tile_shape(vocabulary)[0])
-    return 4 * block * vocabulary + (4 + model.dtype.itemsize) * (vocabulary + tokens) * width
+    block, tile = loss_tile_shape(vocabulary)
+    block = min(tokens, block)
+    states, head = ((4 + model.dtype.itemsize) * rows * width for rows in (tokens, vocabulary))
+    if model.frozen:  # no gradient of the head, but a tile of the block in two more copies
+        head = 2 * 4 * block * tile
+    return 4 * block * vocabulary + head + states
 
 
 # %%
@@ -537,11 +573,11 @@ for fused in (False, True):
 # ## The plan
 #
 # A step goes through moments that do not overlap: it is **reading** the prompts and **writing** the answers (there is a
-# cache, and no activations), it is **learning** (the reverse), and it is **stepping** (the optimiser's roots, and neither).
-# What the models themselves hold is there **always**; that includes the gradients, which wait for the next step's
-# `zero_grad`. So the peak is not the sum of everything:
+# cache, and no activations), it is **learning** (the reverse), it is **stepping** (the optimiser's roots, and neither), and it
+# is **syncing**, if an engine is told the new weights. What the models themselves hold is there **always**; that includes the
+# gradients, which wait for the next step's `zero_grad`. So the peak is not the sum of everything:
 #
-# $$\text{peak} = \text{always} + \max(\text{reading}, \text{writing}, \text{learning}, \text{stepping}) .$$
+# $$\text{peak} = \text{always} + \max(\text{reading}, \text{writing}, \text{learning}, \text{stepping}, \text{syncing}) .$$
 #
 # Several GPUs share a step. FSDP cuts weights, gradients and optimiser state of every model in the trainer into
 # `world_size` equal parts, and each GPU takes its part of the completions. Two things are not cut: the layer that is being computed
@@ -569,6 +605,7 @@ class Setup:
     optim: str = "adamw"
     reference: bool = False
     critic: bool = False
+    share_critic_trunk: bool = False
     reward_model: ModelShape | None = None
     use_vllm: bool = False
     vllm_gpu_memory_utilization: float = 0.3
@@ -604,38 +641,48 @@ class Resident:
     owner: str
     what: str
     bytes: int
-    when: str  # "always", "reading", "writing", "learning" or "stepping"
+    when: str  # "always" or one of MOMENTS
 
 
 # %% [markdown]
 # First the models. A critic is the policy's trunk with one more row instead of the vocabulary's $V$, and so is a reward
-# model, except that it does not learn. (A critic that shares the policy's trunk costs only that row; section 7 says what it
-# gives up.)
+# model, except that it does not learn. A critic that shares the policy's trunk costs only that row. Under an adapter, of
+# which more below, what is frozen is a weight and nothing else, and there once for policy, reference and critic.
 
 
 # %% tags=["export"]
+def critic_counts(policy: ModelShape, shared: bool) -> tuple[int, int]:
+    """Parameters and tensors that a critic has besides those of the policy, which all learn (section 12)."""
+    head = policy.hidden_size + 1
+    if shared:
+        return head, 2
+    if policy.frozen:  # an adapter of its own
+        return policy.learned + head, policy.learned_tensors + 2
+    return policy.trunk_parameters + head, policy.tensors
+
+
 def model_residents(policy: ModelShape, setup: Setup) -> list[Resident]:
     """What the models hold, on one GPU, whatever the step is doing (section 12)."""
-    found = []
-    learning = {"policy": (policy.parameters, policy.tensors)}
+    found = [Resident("policy", "frozen weights", policy.frozen * policy.dtype.itemsize // setup.world_size, "always")]
+    learning = {"policy": (policy.learned, policy.learned_tensors)}
     if setup.critic:
-        learning["critic"] = (policy.trunk_parameters + policy.hidden_size + 1, policy.tensors)
+        learning["critic"] = critic_counts(policy, setup.share_critic_trunk)
     for owner, counts in learning.items():
         parts = training_bytes(*counts, policy.dtype, master_weights=setup.master_weights, optim=setup.optim)
         found += [Resident(owner, what, part // setup.world_size, "always") for what, part in parts.items()]
-    frozen = {"reference": policy.parameters * policy.dtype.itemsize} if setup.reference else {}
+    frozen = {"reference": policy.learned * policy.dtype.itemsize} if setup.reference else {}
     if (scorer := setup.reward_model) is not None:
         frozen["reward model"] = (scorer.trunk_parameters + scorer.hidden_size) * scorer.dtype.itemsize
     found += [Resident(owner, "weights", part // setup.world_size, "always") for owner, part in frozen.items()]
     if setup.use_vllm:
-        size = policy.parameters * policy.dtype.itemsize
+        size = policy.base_parameters * policy.dtype.itemsize
         found += [Resident("engine", "weights", size, when) for when in engine_moments(setup)]
     return found
 
 
 def engine_moments(setup: Setup) -> tuple[str, ...]:
-    """When the engine is in memory: always, or while it generates, if it sleeps otherwise (section 12)."""
-    return ("reading", "writing") if setup.vllm_enable_sleep_mode else ("always",)
+    """When the engine is in memory: always, or, if it sleeps, while it generates and is told new weights (section 12)."""
+    return ("reading", "writing", "syncing") if setup.vllm_enable_sleep_mode else ("always",)
 
 
 # %% [markdown]
@@ -693,7 +740,8 @@ def stepping(policy: ModelShape, setup: Setup) -> list[Resident]:
     """What the optimiser holds while it steps, on one GPU (section 12)."""
     if setup.optim == "sgd":
         return []
-    shard = policy.parameters // setup.world_size
+    head = critic_counts(policy, shared=True)[0] if setup.critic and setup.share_critic_trunk else 0
+    shard = (policy.learned + head) // setup.world_size
     each = 4 + 4 if setup.master_weights else policy.dtype.itemsize  # float32 gradients, and the roots
     return [Resident("policy", "optimiser's step", each * shard, "stepping")]
 
@@ -703,14 +751,29 @@ def gathered(policy: ModelShape, setup: Setup) -> list[Resident]:
     if setup.world_size == 1:
         return []
     whole = (policy.outside_layers + 2 * policy.largest_layer) * policy.dtype.itemsize
+    gradients = whole if policy.frozen == 0 else whole * policy.learned // policy.parameters
     return [
-        Resident("FSDP", f"gathered {what}", whole, when)
-        for what, when in (("weights", "always"), ("gradients", "learning"))
+        Resident("FSDP", "gathered weights", whole, "always"),
+        Resident("FSDP", "gathered gradients", gradients, "learning"),
     ]
 
 
+# %% [markdown]
+# An engine is given weights without an adapter. For the sync, each matrix that has one is written anew, with its $BA$ added, and
+# all of these are there at once until the engine's copies have been compared with them (section 14).
+
+
 # %% tags=["export"]
-MOMENTS = ("reading", "writing", "learning", "stepping")
+def syncing(policy: ModelShape, setup: Setup) -> list[Resident]:
+    """What telling the engine the new weights holds besides the models, on one GPU: merged copies (section 12)."""
+    if not setup.use_vllm:
+        return []
+    size = policy.adapted * policy.dtype.itemsize // setup.world_size
+    return [Resident("policy", "merged copies", size, "syncing")]
+
+
+# %% tags=["export"]
+MOMENTS = ("reading", "writing", "learning", "stepping", "syncing")
 
 
 @dataclass(frozen=True)
@@ -738,20 +801,26 @@ def plan(policy: ModelShape, setup: Setup) -> Plan:
     What PyTorch allocates. Against real steps on a CPU (tests/test_memory.py) it is exact while stepping, from 5 % too low to
     15 % too high while learning, where it counts gradients before they exist, and within 15 % while writing. It
     leaves out what the program itself, a CUDA context, the allocator's fragments and an
-    engine's own buffers take, and the forward passes of reward model and reference, which are smaller than learning.
+    engine's own buffers take, the forward passes of reward model and reference, which are smaller than learning, and what
+    saving a checkpoint takes, which is merged copies where there is an adapter.
     Steps on a GPU, and what ``world_size`` takes from FSDP's rules, have not been measured. Raises ValueError as `training_bytes`,
     for counts below 1, and for rows longer than the model has positions.
     """
-    for name in ("completions", "batch", "max_prompt_length", "max_completion_length", "num_generations", "world_size"):
+    for name in ("world_size", "completions", "batch", "max_prompt_length", "max_completion_length", "num_generations"):
         if getattr(setup, name) < 1:
             raise ValueError(f"{name} is {getattr(setup, name)}; it must be at least 1")
     prompt, completion = setup.max_prompt_length, setup.max_completion_length
+    if policy.positions is not None and completion >= policy.positions:
+        raise ValueError(
+            f"max_completion_length is {completion}, and the model has {policy.positions} positions (max_position_embeddings), "
+            f"which leaves none for a prompt; lower max_completion_length to {policy.positions - 1} or less"
+        )
     if policy.positions is not None and prompt + completion > policy.positions:
         raise ValueError(
             f"a prompt of {prompt} tokens and a completion of up to {completion} are {prompt + completion}, but "
             f"the model has {policy.positions} positions; lower max_completion_length or max_prompt_length"
         )
-    parts = (model_residents, gathered, reading, writing, learning, stepping)
+    parts = (model_residents, gathered, reading, writing, learning, stepping, syncing)
     return Plan(tuple(resident for part in parts for resident in part(policy, setup) if resident.bytes))
 
 
@@ -849,7 +918,7 @@ for dtype, fused in ((torch.float32, False), (torch.float32, True), (torch.bfloa
         planned = foretold.during("always", moment)
         print(
             f"{str(dtype)[6:]:9}{'fused' if fused else 'materialised':13}{moment:9}"
-            f"planned {planned / 1e6:6.2f} MB, measured {peak / 1e6:6.2f} ({planned / peak - 1:+.1%})"
+            f"planned {planned / 2**20:6.2f} MiB, measured {peak / 2**20:6.2f} ({planned / peak - 1:+.1%})"
         )
         assert 0.9 < planned / peak < 1.25
 
@@ -857,12 +926,14 @@ for dtype, fused in ((torch.float32, False), (torch.float32, True), (torch.bfloa
 # Stepping comes out exactly. Learning is planned too high where the gradients, which the plan counts all along, do not exist
 # yet at the worst moment (the smaller the batch, the more that is), and a little low where a layer's backward pass needs
 # room of its own, which we left out. Two things the plan does not see at all. A process weighs more than its tensors:
-# on a CPU we measured 0.16 to 0.19 GB on top of what importing the libraries had taken, and on a GPU there is a CUDA
-# context of about half a GB. And an allocator leaves gaps. So we call a GPU of 80 GB full at 90 %.
+# on a CPU the libraries alone took 0.36 GiB, and on a GPU there is a CUDA context of about half a GiB. And an allocator leaves
+# gaps. A policy of 7 million parameters that learned from 256, 512 and 1024 rows, planned at 0.68, 1.22 and 2.32 GiB, made
+# the process peak at 1.26, 2.07 and 3.54; with every large block given back to the system at once (`MALLOC_MMAP_THRESHOLD_=65536`),
+# the last was 2.73. We call a GPU of 80 GiB full at 90 %.
 #
 # An engine does not take what it needs but a fixed share of the GPU (`vllm_gpu_memory_utilization`) and fills it with cache. What
 # fits therefore depends on the size of the GPU twice: the share must hold the engine's weights and at least one row, and
-# the rest must hold the trainer. In sleep mode the share is taken only while the engine generates.
+# the rest must hold the trainer. In sleep mode the share is taken only while the engine generates and is told new weights.
 
 
 # %% tags=["export"]
@@ -887,7 +958,7 @@ def plan_on(policy: ModelShape, setup: Setup, size: float) -> Plan:
 def engine_fits(policy: ModelShape, setup: Setup, size: float) -> bool:
     """Whether the engine's share of ``size`` GiB holds its weights and one row; it can write the others in turn (section 12)."""
     row = cache_bytes(policy, 1, setup.max_prompt_length + setup.max_completion_length)
-    return not setup.use_vllm or policy.parameters * policy.dtype.itemsize + row <= engine_share(setup, size)
+    return not setup.use_vllm or policy.base_parameters * policy.dtype.itemsize + row <= engine_share(setup, size)
 
 
 def gpu_counts(setup: Setup) -> list[int]:
@@ -900,12 +971,15 @@ def gpu_counts(setup: Setup) -> list[int]:
 
 def gpus_needed(policy: ModelShape, setup: Setup, size: float) -> int | None:
     """The least of `gpu_counts` of GPUs of ``size`` GiB on which the step fits, or None (section 12)."""
-    if not engine_fits(policy, setup, size):
-        return None
     for count in gpu_counts(setup):
-        if plan_on(policy, replace(setup, world_size=count), size).peak <= USABLE * size * 2**30:
+        if fits(policy, replace(setup, world_size=count), size):
             return count
     return None
+
+
+def fits(policy: ModelShape, setup: Setup, size: float) -> bool:
+    """Whether the step fits on ``setup.world_size`` GPUs of ``size`` GiB (section 12)."""
+    return engine_fits(policy, setup, size) and plan_on(policy, setup, size).peak <= USABLE * size * 2**30
 
 
 def plan_table(policy: ModelShape, setup: Setup) -> str:
@@ -913,31 +987,76 @@ def plan_table(policy: ModelShape, setup: Setup) -> str:
     planned = plan(policy, setup)
     unit, size_of_unit = ("GiB", 2**30) if planned.peak > 2**30 else ("MiB", 2**20)
     gpus = "1 GPU" if setup.world_size == 1 else f"each of {setup.world_size} GPUs"
-    rows = [f"{policy.name}, {policy.parameters:,} parameters in {str(policy.dtype)[6:]}: {unit} on {gpus}"]
+    learned = f", of which {policy.learned:,} learn" if policy.frozen else ""
+    step = f"{unit} on {gpus} for a step of {setup.completions:,} completions"
+    rows = [f"{policy.name}, {policy.parameters:,} parameters in {str(policy.dtype)[6:]}{learned}: {step}"]
     for when in ("always", *MOMENTS):
         for part in (resident for resident in planned.residents if resident.when == when):
             rows.append(f"  {part.owner:14}{part.what:20}{part.bytes / size_of_unit:10.2f}  {when}")
-    moments = (f"{moment} {planned.during('always', moment) / size_of_unit:.2f}" for moment in MOMENTS)
+    there = [moment for moment in MOMENTS if planned.during(moment)]
+    moments = (f"{moment} {planned.during('always', moment) / size_of_unit:.2f}" for moment in there)
     rows.append(f"  {'peak':34}{planned.peak / size_of_unit:10.2f}  ({', '.join(moments)})")
     return "\n".join([*rows, *(verdict(policy, setup, size) for size in GPU_SIZES)])
 
 
 def verdict(policy: ModelShape, setup: Setup, size: float) -> str:
-    """One line: on how many GPUs of ``size`` GiB the step fits (section 12)."""
+    """One line: on how many GPUs of ``size`` GiB, which share its completions, the step fits (section 12)."""
     share = engine_share(setup, size) / 2**30
     if not engine_fits(policy, setup, size):
         need = "its weights and one completion; raise vllm_gpu_memory_utilization"
-        return f"{size} GB: does not fit, the engine's share of {share:.2f} GiB does not hold {need}"
+        return f"{size} GiB: does not fit, the engine's share of {share:.2f} GiB does not hold {need}"
     count, engine = gpus_needed(policy, setup, size), f", the engine's {share:.2f} included" if share else ""
     if count is None:
         hint = "fewer rows at once" + (", a smaller share for the engine or its sleep mode" if share else "")
-        return f"{size} GB: does not fit on {gpu_counts(setup)[-1]} GPUs either{engine}; try {hint}"
+        return f"{size} GiB: does not fit on {gpu_counts(setup)[-1]} GPUs either{engine}; try {hint}"
     peak = plan_on(policy, replace(setup, world_size=count), size).peak / 2**30
-    return f"{size} GB: fits on {count} GPU{'s' * (count > 1)}, {peak:.2f} GiB on each{engine}"
+    return f"{size} GiB: fits on {count} GPU{'s' * (count > 1)}, {peak:.2f} GiB on each{engine}"
 
 
 # %%
 print(plan_table(shapes["8B"], replace(setup, reference=True)))
+
+# %% [markdown]
+# Where it does not fit, three settings come first: fewer rows at once, of which a step then takes more portions; gradient
+# checkpointing; and an adapter, of which below. Each is planned alone.
+
+
+# %% tags=["export"]
+def smaller_batch(policy: ModelShape, setup: Setup, size: float) -> Setup:
+    """``setup`` with fewer rows at once: the most with which the step fits on ``size`` GiB, or one row (section 12)."""
+    smaller = [rows for rows in range(setup.batch - 1, 0, -1) if setup.completions % (rows * setup.world_size) == 0]
+    setups = [replace(setup, batch=rows) for rows in smaller or [setup.batch]]
+    return next((each for each in setups if fits(policy, each, size)), setups[-1])
+
+
+def hints(policy: ModelShape, setup: Setup, adapted: ModelShape | None = None) -> list[str]:
+    """For each size on which the step does not fit, a line with the peak for each setting that lowers it (section 12).
+
+    ``adapted`` is the policy with an adapter, None if it has one or can have none.
+    """
+    lines = []
+    for size in (size for size in GPU_SIZES if engine_fits(policy, setup, size) and not fits(policy, setup, size)):
+        fewer = smaller_batch(policy, setup, size)
+        portions = -(-setup.completions // (fewer.batch * setup.world_size))
+        rows = f"per_device_train_batch_size {fewer.batch}, gradient_accumulation_steps {portions}"
+        changes = [
+            (rows, policy, fewer),
+            ("gradient_checkpointing", policy, replace(setup, gradient_checkpointing=True)),
+        ]
+        changes += [("use_peft", adapted, setup)] if adapted is not None else []
+        before = plan_on(policy, setup, size).peak
+        for name, shape, changed in changes:
+            peak = plan_on(shape, changed, size).peak
+            if peak < 0.99 * before:
+                verb = "fits" if fits(shape, changed, size) else "not enough"
+                lines.append(f"  {size} GiB: {peak / 2**30:.2f} GiB with {name}, {verb}")
+    return lines
+
+
+# %%
+crowded = replace(setup, completions=64, batch=64)
+print(*hints(shapes["1.7B"], crowded), sep="\n")
+assert plan(shapes["1.7B"], replace(crowded, gradient_checkpointing=True)).peak < plan(shapes["1.7B"], crowded).peak / 2
 
 # %% [markdown]
 # The command `lmrl plan --model FOLDER` prints this table for the settings of a run; a `config.json` is enough.
@@ -990,7 +1109,7 @@ def memory_bars(planned: Plan):
     for size in GPU_SIZES:
         if size < 1.5 * total:
             axes.axvline(size, color="black", linewidth=0.8, linestyle="--", zorder=0)
-            axes.text(size, -0.7, f"{size} GB", ha="center", fontsize=8, backgroundcolor="white")
+            axes.text(size, -0.7, f"{size} GiB", ha="center", fontsize=8, backgroundcolor="white")
     axes.set_yticks(range(len(owners) + 1), [*owners, "all"])
     axes.set(xlim=(0, 1.5 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
     figure.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing
@@ -1111,7 +1230,9 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
         return {}
     missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
     if missing:
-        raise ImportError(f"reading {gguf_file} needs the package {missing[0]}: pip install 'lmrl[gguf]'")
+        raise ImportError(
+            f"reading {gguf_file} needs the package {missing[0]}: .venv/bin/python -m pip install -c constraints.txt -e '.[gguf]'"
+        )
     return {"gguf_file": gguf_file}
 
 
@@ -1289,17 +1410,32 @@ def add_adapter(model, *, r: int = 16, alpha: int = 32, target_modules: str = "a
     """Freeze ``model`` and give its linear layers a trainable LoRA adapter, in place; returns it (section 12).
 
     ``target_modules`` is "all-linear", which leaves out the output head, or names of layers with commas between them. ``seed``
-    draws A, without a trace in PyTorch's generator; B is 0. ImportError without peft; ValueError, by peft, for names
-    that the model does not have. Hu et al., 2022.
+    draws A, without a trace in PyTorch's generator; B is 0. ImportError without peft; ValueError for names that no linear
+    layer has. Hu et al., 2022.
     """
     if find_spec("peft") is None:
-        raise ImportError("an adapter needs the package peft: pip install 'lmrl[lora]'")
+        raise ImportError(
+            "an adapter needs the package peft: .venv/bin/python -m pip install -c constraints.txt -e '.[lora]'"
+        )
     peft = importlib.import_module("peft")
     names = target_modules if target_modules == "all-linear" else target_modules.replace(" ", "").split(",")
+    if target_modules != "all-linear":
+        require_linear_layers(model, names)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=names), model)
     return disable_dropout(model)
+
+
+def require_linear_layers(model, names: list[str]) -> None:
+    """ValueError for one of ``names`` that is not a linear layer's, or the end of it after a dot (section 12)."""
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, (torch.nn.Linear, Conv1D))]
+    for name in names:
+        if not any(f".{layer}".endswith(f".{name}") for layer in linear):
+            there = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
+            raise ValueError(
+                f"there is no linear layer {name!r}; {model.config.model_type} has {there}, or take all-linear"
+            )
 
 
 def adapted_layers(model) -> dict[str, torch.nn.Module]:
@@ -1333,8 +1469,8 @@ def merged(model):
 policy = add_adapter(load_policy(folder), r=4)
 unadapted = token_logprobs(load_policy(folder), *prompt, answer)
 assert torch.equal(token_logprobs(policy, *prompt, answer), unadapted)
-learning = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
-print(f"{learning:,} of {parameter_count(policy):,} parameters learn")
+learned = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
+print(f"{learned:,} of {parameter_count(policy):,} parameters learn")
 with torch.no_grad():
     for layer in adapted_layers(policy).values():
         layer.lora_B["default"].weight.normal_(std=0.05)
@@ -1343,6 +1479,23 @@ with torch.no_grad():
         changed, unadapted
     )
 assert not adapted_layers(plain) and plain.get_input_embeddings().weight is policy.get_input_embeddings().weight
+
+# %% [markdown]
+# The plan counts it in the same way as everything else: the model without numbers gets its adapter too. What learns is then
+# next to nothing, and the batch is what is left. The batch shrinks as well: a matrix that does not learn does not ask for its
+# input again, and a frozen head has no gradient. (It shrinks little where the adapter's $A$ asks for the same input. And what
+# was hidden behind the head's gradient now counts: section 11 takes a tile of the block of logits in two more copies.)
+
+# %%
+with_adapter = shape_of(configs["8B"], torch.bfloat16, partial(add_adapter, r=16))
+for name, shape in (("all of it", shapes["8B"]), ("an adapter", with_adapter)):
+    planned = plan(shape, replace(setup, reference=True))
+    print(
+        f"{name}: {shape.learned:,} learn; policy {planned.of('policy') / 2**30:.1f} GiB, reference "
+        f"{planned.of('reference') / 2**30:.2f}, batch {planned.during('learning') / 2**30:.1f}"
+    )
+assert with_adapter.base_parameters == shapes["8B"].parameters
+assert with_adapter.learned == 36 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
 
 # %% [markdown]
 # ## The reference

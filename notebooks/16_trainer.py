@@ -48,30 +48,38 @@
 # %%
 import base64
 import difflib
+import errno
+import fcntl
 import hashlib
+import inspect
 import io
 import itertools
 import json
 import threading
 import re
 import math
+import operator
 import os
+import queue
 import resource
+import secrets
 import shutil
 import signal
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import NamedTuple, get_args
+from typing import NamedTuple, NoReturn, get_args, get_origin
+from unittest.mock import patch
 
 import ipywidgets as widgets
 import torch
@@ -89,7 +97,7 @@ from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.gae import gae, score_last_token, split_values
 from lmrl.logprobs import completion_logprobs, completion_loss, require_output_head
 from lmrl.loss import policy_loss, token_weights
-from lmrl.memory import Plan, Setup, plan, plan_table, shape_of
+from lmrl.memory import GPU_SIZES, Plan, Setup, as_it_is, fits, hints, parameter_count, plan, plan_table, shape_of
 from lmrl.mismatch import correction_weights, mismatch_alarm, mismatch_metrics
 from lmrl.models import (
     adapted_layers,
@@ -109,13 +117,16 @@ from lmrl.policy import (
     build_policy,
     build_tokenizer,
     completion_texts,
+    completion_logits,
     gather_logprobs,
     masked_mean,
     pad_left,
     pad_right,
+    replaced,
     save_model,
     tempered,
     token_logprobs,
+    trunk,
     warm_start_folder,
 )
 from lmrl.ppo import value_clipped, value_loss
@@ -134,10 +145,29 @@ from lmrl.recipes import (
     soft_overlong_punishment,
     top_entropy,
 )
-from lmrl.rewards import RewardError, RewardFunction, describe, is_reward, load_reward, reward_name, score_completions
+from lmrl.rewards import (
+    RewardError,
+    RewardFunction,
+    counts_of,
+    describe,
+    is_reward,
+    load_reward,
+    reward_name,
+    score_completions,
+)
 from lmrl.rollout import Sampler, TorchSampler, require_fit, truncate
 from lmrl.signal import Interval, dynamic_sampling, frac_reward_zero_std, interval_over_problems, pass_at_k, tied_groups
-from lmrl.tasks import Example, Task, drop_long_prompts, encode_prompt, load_task
+from lmrl.tasks import (
+    Example,
+    PromptError,
+    Task,
+    drop_long_prompts,
+    encode_prompt,
+    encode_prompts,
+    load_task,
+    require_columns,
+    split_settings,
+)
 from lmrl.trust_region import kl_k1, kl_k3
 from lmrl.values import Critic, build_critic, whiten
 from lmrl.vllm_rollout import VLLMSampler, checksum, generators_kept, import_vllm, parameter_checksums
@@ -281,8 +311,10 @@ class TrainConfig:
     """λ of "gae" (section 8)."""
     critic_learning_rate: float = 1e-3
     """Peak learning rate of the critic's own AdamW, for "gae" (section 10)."""
+    share_critic_trunk: bool = False
+    """Put the critic's head on the policy's trunk and step both as one, at learning_rate: no second trunk (section 16)."""
     vf_coef: float = 0.1
-    """Weight of the critic's loss. Its AdamW undoes any factor, so it only matters where max_grad_norm cuts (section 10)."""
+    """Weight of the critic's loss. A critic with its own AdamW feels no factor, but where max_grad_norm cuts (section 10)."""
     cliprange_value: float | None = 0.2
     """Range around the old value in which a prediction is rewarded for moving (section 10)."""
     num_value_samples: int = 4
@@ -290,6 +322,9 @@ class TrainConfig:
 
     preflight: bool = True
     """Look for faults of the set-up before the first step, and do not start with one (section 16)."""
+    reward_timeout: float | None = None
+    """Seconds that the reward function has for the completions of a step, or of an evaluation; later the run is saved and
+    ends. By default there is no limit (section 16)."""
     num_eval_problems: int = 256
     """Held-out problems for pass@1, before and after (section 16)."""
     num_eval_generations: int = 4
@@ -315,7 +350,9 @@ class TrainConfig:
     lora_dropout: float = 0.0
     """Only 0: with dropout, log-probs of the same tokens differ from pass to pass (section 12)."""
     lora_target_modules: str = "all-linear"
-    """Names of the layers that get the adapter, with commas between; "all-linear" leaves out the output head (section 12)."""
+    """Names of the layers that get the adapter, one or several; "all-linear" leaves out the output head (section 12)."""
+    torch_compile: bool = False
+    """Score and learn with compiled layers: up to a minute at the start, then less time for each step (section 16)."""
     device: str = "auto"
     """"auto" is a GPU if there is one, else the CPU (section 12)."""
 
@@ -378,6 +415,10 @@ def check_config(config: TrainConfig) -> None:
     for name in ("gamma", "lam"):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{name} is {getattr(config, name)}; take 0 to 1")
+    if config.reward_timeout is not None and not 0 < config.reward_timeout <= 86_400:
+        raise ValueError(
+            f"reward_timeout is {config.reward_timeout}; give seconds, more than 0 and at most a day (86400), or leave it out"
+        )
     if config.cliprange_value is not None and not config.cliprange_value > 0:
         raise ValueError(f"cliprange_value is {config.cliprange_value}; it must be greater than 0, or left out")
     if not 0 <= config.adam_beta2 < 1:
@@ -466,6 +507,16 @@ def impossible_updates(config: TrainConfig) -> list[tuple[bool, str]]:
             "settings of a LoRA adapter without use_peft; set use_peft, or leave them out",
         ),
         (
+            c.share_critic_trunk and c.advantage_estimator != "gae",
+            f'share_critic_trunk is for a critic, and advantage_estimator "{c.advantage_estimator}" has none; leave it out, or '
+            'set advantage_estimator to "gae"',
+        ),
+        (
+            c.share_critic_trunk and c.critic_learning_rate != TrainConfig.critic_learning_rate,
+            f"critic_learning_rate is {c.critic_learning_rate}, but with share_critic_trunk one optimiser steps policy and critic, "
+            "at learning_rate; leave critic_learning_rate out, and weigh the critic's loss by vf_coef",
+        ),
+        (
             c.sync_ref_model and c.beta == 0,
             "sync_ref_model moves the reference, but with beta 0 there is none; set beta, or leave sync_ref_model out",
         ),
@@ -506,6 +557,66 @@ def collect(sampler: Sampler, tokenizer, examples: list[Example], num_generation
 # **Rollouts → rewards.** The reward function reads texts, in TRL's signature: lists of prompts and completions, and the
 # task's other columns by name. It may answer `None` for a completion that nobody can grade; if that is all of them, we say
 # so, once. What it counts beside, such as time-outs or the parts of a weighted sum (section 15), is logged with the step.
+#
+# It is the user's code, and it may not come back at all: a lookup without a time limit, a pattern that backtracks forever. In
+# the main thread an alarm ends such a call where it stands, an event loop around it or not. No other thread can be
+# interrupted, so there the call gets a thread of its own, and we stop waiting for it.
+
+
+# %% tags=["export"]
+class TooSlow(BaseException):
+    """Raised by `within`; no Exception, so that a function that catches those does not swallow it (section 16)."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise `TooSlow` in the body after ``seconds``, and again at its end if it was swallowed; main thread only (section 16)."""
+    rung = False
+
+    def ring(*_):
+        nonlocal rung
+        rung = True
+        raise TooSlow
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    if rung:
+        raise TooSlow
+
+
+def within(seconds: float | None, function: Callable):
+    """What ``function()`` returns or raises; `TooSlow` if that takes more than ``seconds``, None for no limit (section 16).
+
+    In the main thread the call is ended, as soon as it is in Python code or waits; a computation inside a C library is
+    not, and its time counts once it returns. In another thread the call cannot be ended: it is left behind, and goes on
+    until it returns or the process ends. What it holds, a lock or a core, it keeps until then.
+    """
+    if seconds is None:
+        return function()
+    if threading.current_thread() is threading.main_thread():
+        with alarm(seconds):
+            return function()
+    outcome = queue.SimpleQueue()
+
+    def call():
+        try:
+            outcome.put((function(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TooSlow from None
+    if error is not None:
+        raise error
+    return result
 
 
 # %% tags=["export"]
@@ -514,16 +625,30 @@ def decode(tokenizer, rollouts: Rollouts) -> list[str]:
     return completion_texts(tokenizer, rollouts.completion_ids, used_columns(rollouts.mask), rollouts.truncated)
 
 
-def ask_reward(reward: RewardFunction, examples: list[Example], completions: list[str]) -> tuple[Tensor, Tensor]:
-    """`score_completions` of one completion for each example, with its prompt and columns (section 16)."""
+def ask_reward(
+    reward: RewardFunction, examples: list[Example], completions: list[str], seconds: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`score_completions` of one completion for each example, with its prompt and columns (section 16).
+
+    RewardError if that takes more than ``seconds``.
+    """
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    return score_completions(reward, [example.prompt for example in examples], completions, columns)
+    prompts = [example.prompt for example in examples]
+    try:
+        return within(seconds, lambda: score_completions(reward, prompts, completions, columns))
+    except TooSlow:
+        raise RewardError(
+            f"reward function {reward_name(reward)}: no answer for {len(completions)} completions within {seconds:g} s; "
+            "give it a time limit for each completion (section 15 shows how), or raise reward_timeout"
+        ) from None
 
 
-def grade(rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction) -> Rollouts:
-    """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function (section 16)."""
+def grade(
+    rollouts: Rollouts, tokenizer, examples: list[Example], reward: RewardFunction, seconds: float | None = None
+) -> Rollouts:
+    """The rollouts with ``rewards`` and ``graded`` ``[B]`` from the reward function, which has ``seconds`` (section 16)."""
     rows = [examples[g] for g in rollouts.group.tolist()]
-    rewards, graded = ask_reward(reward, rows, decode(tokenizer, rollouts))
+    rewards, graded = ask_reward(reward, rows, decode(tokenizer, rollouts), seconds)
     if not graded.any():
         warnings.warn(
             "the reward function graded none of the completions: there is nothing to learn from", stacklevel=2
@@ -537,7 +662,7 @@ def reward_metrics(reward: RewardFunction) -> dict[str, float]:
 
     Raises RewardError for one that is not a finite number.
     """
-    metrics = getattr(reward, "metrics", {})
+    metrics = counts_of(reward)
     for name, value in metrics.items():
         if value is None or not is_reward(value):
             raise RewardError(f"reward function {reward_name(reward)}: its metric {name!r} is {value!r}, not a number")
@@ -1115,7 +1240,7 @@ class Learner:
             self.scale /= 2
         else:
             self.skipped_in_a_row += 1
-        if self.skipped_in_a_row == self.config.max_skipped_updates:
+        if self.skipped_in_a_row >= self.config.max_skipped_updates:  # lowered, maybe, at a resume
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} optimiser steps in a row were skipped, for their gradients were not finite; "
                 "lower learning_rate (or use dtype float32), or look at the rewards"
@@ -1203,6 +1328,53 @@ def checkpointed(layers: list[torch.nn.Module]) -> Iterator[None]:
 
 
 # %% [markdown]
+# **Compiled layers.** PyTorch runs a layer as some hundred small operations, and writes and reads memory for each. With
+# `torch_compile` it looks at the operations of the whole trunk first, and makes programs that do many of them at once:
+# Triton kernels on a GPU, C++ on a CPU. One is made for scoring and one for learning when they are first needed, in the
+# preflight or the first step, and policy, reference and critic share them where they are alike. Micro-batches have other shapes all the
+# time, so the programs are asked for with `dynamic=True`, in which rows and lengths are variables; or each new shape would
+# be a new program. The log-probs' part, behind the trunk, is section 11's, which has its kernels already. And
+# the sampler keeps the layers as they are: it takes them one token at a time, with a cache that grows. So the compiled
+# `forward` stands in its place while the trainer scores and learns, and not a moment longer; weights and their names are
+# the same ones.
+#
+# What it brings depends on the machine. On one CPU core, with the default job, compiling took 25 seconds, and from then on
+# scoring and learning took 0.13 seconds of a step in place of 0.17: after some 700 steps it has paid for itself. What it
+# brings for a large model on a GPU has not been measured here. The numbers are those of the other kernels up to rounding, so a metric
+# may differ in its last digits: the ratios of a first step are exactly 1 still, except where old log-probs come from scoring.
+#
+# Where nothing can be compiled, for want of a C++ compiler for example, a program of one line shows it before the run starts.
+# Beside a vLLM engine on a CPU nothing would be, for section 14 switches the compiler off there; the command line refuses the two.
+
+
+# %% tags=["export"]
+def compiled_forwards(trunks: list[torch.nn.Module], backend: str = "inductor") -> dict[torch.nn.Module, Callable]:
+    """A compiled ``forward`` for each of ``trunks``, for input of any number of rows and tokens (section 16).
+
+    Raises ValueError, with the remedy, if PyTorch cannot compile for their device here.
+    """
+    device = next(trunks[0].parameters()).device
+    try:
+        torch.compile(torch.neg, backend=backend)(torch.ones(2, device=device))
+    except Exception as error:  # of a compiler: PyTorch wraps what is wrong in kinds of its own
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"torch_compile cannot compile for {device.type} here ({reason}); install what compiles, g++ for a CPU and Triton "
+            "for a GPU, or leave torch_compile out"
+        ) from error
+    return {part: torch.compile(part.forward, backend=backend, dynamic=True) for part in trunks}
+
+
+@contextmanager
+def compiled(forwards: dict[torch.nn.Module, Callable]) -> Iterator[None]:
+    """Let modules use other ``forwards`` in a ``with`` block, the compiled ones (section 16)."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            stack.enter_context(patch.object(module, "forward", forward))
+        yield
+
+
+# %% [markdown]
 # **When to leave a batch.** With `target_kl`, no further step is taken from a batch as soon as the policy, in the
 # forward pass before that step, is farther from the old one than that. The pass is wasted then; in exchange the KL is
 # measured on all tokens of the step, and not guessed. `updates` is the number of optimiser steps that a batch gave.
@@ -1233,6 +1405,64 @@ def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict
 
 
 # %% [markdown]
+# **A critic on the policy's trunk.** A critic with a trunk of its own has no parameter in common with the policy: two
+# losses, two optimisers. With `share_critic_trunk` the trunk's weights $\theta$ are in both losses, and the head $w$ in one, so
+# that there is a single function to descend,
+#
+# $$L(\theta, w) = L_\pi(\theta) + c_V L_V(\theta, w), \qquad \nabla_\theta L = \nabla_\theta L_\pi + c_V \nabla_\theta L_V,
+# \qquad \nabla_w L = c_V \nabla_w L_V .$$
+#
+# The backward passes of two losses add up their gradients by themselves. What has to change is who steps: one AdamW over
+# $\theta$ and $w$ together, one norm, one step. Two of them over the same weights would step twice, each along a
+# direction of length one, whatever $c_V$ (`vf_coef`) is. Now it is what decides how much of the trunk's step is the critic's. The
+# trunk is passed once for each loss, so that only one of them has its activations in memory; what is saved is section
+# 12's second trunk, with its gradients and its optimiser state. The head belongs to the trainer: no sampler and no saved model
+# sees it.
+
+
+# %% tags=["export"]
+def shares_trunk(critic: Critic | None, model) -> bool:
+    """Whether the critic's head stands on the trunk of ``model`` itself (section 16)."""
+    return critic is not None and critic.trunk is trunk(model)
+
+
+def require_shared_trunk(critic: Critic | None, model, share_critic_trunk: bool) -> None:
+    """Raise ValueError, with the remedy, unless the critic shares the trunk of ``model`` as the setting says (section 16)."""
+    if shares_trunk(critic, model) == share_critic_trunk:
+        return
+    if share_critic_trunk:
+        raise ValueError(
+            "share_critic_trunk is set, but the critic has a trunk of its own; pass load_critic(model, shared=True)"
+        )
+    raise ValueError(
+        "the critic stands on the policy's own trunk, which two optimisers would step in turn; set share_critic_trunk, or "
+        "pass load_critic(model)"
+    )
+
+
+# %% [markdown]
+# A step never has a prompt twice. Who brings a file with fewer prompts than that gets the settings that work.
+
+
+# %% tags=["export"]
+def prompts_per_step(config: TrainConfig, task: Task) -> int:
+    """Different prompts in a step; ValueError, with sizes that work, if ``task.train`` has fewer (section 16)."""
+    prompts, there = config.completions_per_step // config.num_generations, len(task.train)
+    if prompts <= there:
+        return prompts
+    needed = f"a step takes {prompts} prompts ({config.completions_per_step} completions / num_generations "
+    needed += f"{config.num_generations}), but task {task.name} has {there} to train on"
+    accumulation, whole = config.gradient_accumulation_steps, math.lcm(config.num_generations, config.num_mini_batches)
+    unit = whole // math.gcd(whole, accumulation)  # the batch sizes that make whole groups and mini-batches
+    largest = there * config.num_generations // accumulation // unit * unit
+    if largest == 0:
+        size = f"gradient_accumulation_steps 1, num_mini_batches 1 and per_device_train_batch_size {there * config.num_generations}"
+        raise ValueError(f"{needed}; add prompts, or take at most {size}")
+    less = f", or a smaller multiple of {unit}" if largest > unit else ""
+    raise ValueError(f"{needed}; add prompts, or take per_device_train_batch_size {largest}{less}")
+
+
+# %% [markdown]
 # Now the object that holds it all together.
 #
 # `step` reads straight down, in the order of the chain at the top, and reports the seconds of its phases: where a step
@@ -1240,8 +1470,11 @@ def update_metrics(steps: list[dict[str, float]], num_mini_batches: int) -> dict
 # stage that may draw more than once: under dynamic sampling (section 13) the metrics are over all that was drawn, and if
 # no group at all is mixed, all of it is kept and there is nothing to learn. `prepare` adds what the loss needs beside
 # the rewards. `update` is the inner half: `learn` adds up the gradients of all micro-batches and takes one optimiser
-# step, and `update` does that `num_iterations` times over the same batch. A critic has a `Learner` of its own and learns
-# from the same pieces.
+# step, and `update` does that `num_iterations` times over the same batch. A critic learns from the same pieces, with a
+# `Learner` of its own or, on a shared trunk, with the policy's.
+#
+# A step may fail on the way, most likely in the user's reward function. Until `update` begins, nothing has changed but the
+# place in the prompts and in the random numbers. Both are put back, and the trainer is where it was before the step.
 
 
 # %% tags=["export"]
@@ -1251,7 +1484,7 @@ class Trainer:
     ``model`` is any causal language model, ``sampler`` any `Sampler` over the same weights, ``reference`` a frozen
     model, needed when ``config.beta`` is not 0, ``critic`` a `Critic`, needed for ``advantage_estimator`` "gae". Dropout is
     off throughout. Raises ValueError when a step wants more different prompts than ``task.train`` has, reference or critic
-    is missing, the longest prompt does not fit the model, or the model's logits are not those of its output head
+    is missing, the critic's trunk is not the one that ``config.share_critic_trunk`` says, the longest prompt does not fit the model, or the model's logits are not those of its output head
     (`require_output_head`).
     """
 
@@ -1262,41 +1495,47 @@ class Trainer:
         self.dropped_prompts, self.reward_metrics = 0, []
         if config.max_prompt_length is not None:
             task, self.dropped_prompts = drop_long_prompts(task, tokenizer, config.max_prompt_length)
-        prompts = config.completions_per_step // config.num_generations
-        if prompts > len(task.train):
-            raise ValueError(
-                f"a step takes {prompts} prompts ({config.completions_per_step} completions / num_generations "
-                f"{config.num_generations}), but task {task.name} has {len(task.train)}; lower "
-                "per_device_train_batch_size or gradient_accumulation_steps"
-            )
         if config.beta != 0.0 and reference is None:
             raise ValueError(f"beta is {config.beta}, which needs a reference model; pass one, or set beta to 0")
         if config.advantage_estimator == "gae" and critic is None:
             raise ValueError('advantage_estimator "gae" needs a critic; pass build_critic(model), or choose "group"')
-        prompt_ids = [encode_prompt(tokenizer, example.prompt) for example in task.train + task.heldout]
+        prompt_ids = encode_prompts(tokenizer, task)
         require_fit(model, pad_left(prompt_ids, tokenizer.pad_token_id)[0], config.max_completion_length)
+        prompts = prompts_per_step(config, task)
         self.config, self.model, self.tokenizer, self.task = config, disable_dropout(model), tokenizer, task
         require_output_head(model)
+        require_shared_trunk(critic, model, config.share_critic_trunk)
         self.sampler, self.reference, self.critic, self.prompts = sampler, reference, critic, prompts
-        self.learner, self.critic_learner = Learner(model, config.learning_rate, config), None
-        if critic is not None:
+        self.own_critic = critic.head if config.share_critic_trunk else critic  # what is not the policy's
+        learned = torch.nn.ModuleList([model, self.own_critic]) if config.share_critic_trunk else model
+        self.learner, self.critic_learner = Learner(learned, config.learning_rate, config), None
+        if critic is not None and not config.share_critic_trunk:
             disable_dropout(critic.trunk)
             self.critic_learner = Learner(critic, config.critic_learning_rate, config)
         self.checkpointed = []
         if config.gradient_checkpointing:
-            for part in [model] if critic is None else [model, critic.trunk]:
+            for part in [model] if self.critic_learner is None else [model, critic.trunk]:
                 part.gradient_checkpointing_enable({"use_reentrant": False})
                 self.checkpointed += [m for m in part.modules() if isinstance(m, GradientCheckpointingLayer)]
+        parts = [trunk(part) for part in (model, reference) if part is not None]
+        parts += [critic.trunk] if critic is not None else []
+        self.forwards = compiled_forwards(parts) if config.torch_compile else {}
         self.batches = ShuffledBatches(len(task.train), prompts, generator_for(config.seed, "data"))
         self.sampling = generator_for(config.seed, "sampling")
         self.steps_done = 0
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """`fingerprints` of what no step changes, taken once."""
+        return fingerprints(self)
 
     def step(self) -> dict[str, float]:
         """Generate, grade, learn: one pass of the loop. Returns its metrics."""
         watch, self.reward_metrics = Stopwatch(), []
         with named_step(self.steps_done + 1):
-            examples, drawn, rollouts = self.gather(watch)
-            rollouts = self.prepare(rollouts, examples, watch)
+            with self.taken_or_not():
+                examples, drawn, rollouts = self.gather(watch)
+                rollouts = self.prepare(rollouts, examples, watch)
             with watch.phase("update"):
                 learning = self.update(rollouts)
             self.sampler.sync(self.model)
@@ -1306,6 +1545,19 @@ class Trainer:
         counted = mean_metrics(self.reward_metrics)
         return {"step": self.steps_done, **counted, **rollout_metrics(drawn), **learning, **watch.metrics()}
 
+    @contextmanager
+    def taken_or_not(self) -> Iterator[None]:
+        """Put prompts and generators back if the body raises, so that the step can be taken later."""
+        generators, waiting = (self.batches.generator, self.sampling), list(self.batches.waiting)
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        except BaseException:
+            self.batches.waiting = waiting
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            raise
+
     def draw(self, watch: Stopwatch) -> tuple[list[Example], Rollouts]:
         """The next prompts, and graded completions for them."""
         examples = [self.task.train[i] for i in next(self.batches)]
@@ -1314,7 +1566,7 @@ class Trainer:
                 self.sampler, self.tokenizer, examples, self.config.num_generations, self.next_sampling_seed()
             )
         with watch.phase("reward"):
-            rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward)
+            rollouts = grade(rollouts, self.tokenizer, examples, self.task.reward, self.config.reward_timeout)
             self.reward_metrics.append(reward_metrics(self.task.reward))
         return examples, rollouts
 
@@ -1335,7 +1587,7 @@ class Trainer:
     def prepare(self, rollouts: Rollouts, examples: list[Example], watch: Stopwatch) -> Rollouts:
         """The rollouts with the reference's and the old log-probs, where a setting needs them, and with advantages."""
         config, budget, values, entropy = self.config, token_budget(rollouts, self.config), (), None
-        with watch.phase("update"):
+        with watch.phase("update"), compiled(self.forwards):
             if config.beta != 0.0 and config.kl_estimator != "exact":
                 logprobs, _ = score(self.reference, rollouts, config.temperature, budget)
                 rollouts = replace(rollouts, ref_logprobs=logprobs)
@@ -1346,7 +1598,8 @@ class Trainer:
                 values = predict_values(self.critic, rollouts, budget)
         if config.advantage_estimator == "monte_carlo":
             with watch.phase("generation"):
-                grade_endings = partial(grade, tokenizer=self.tokenizer, examples=examples, reward=self.task.reward)
+                parts = {"tokenizer": self.tokenizer, "examples": examples, "reward": self.task.reward}
+                grade_endings = partial(grade, **parts, seconds=config.reward_timeout)
                 seed = self.next_sampling_seed()
                 values = (sampled_values(rollouts, self.sampler, grade_endings, config, seed),)
         estimate = token_advantages if values else completion_advantages
@@ -1359,7 +1612,7 @@ class Trainer:
         if self.critic_learner is not None:
             self.critic_learner.start(self.steps_done)
         for pieces in batches * self.config.num_iterations:
-            with checkpointed(self.checkpointed):
+            with checkpointed(self.checkpointed), compiled(self.forwards):
                 learned = self.learn(pieces, self.config.target_kl if steps else None)
             if learned is None:
                 break
@@ -1372,7 +1625,8 @@ class Trainer:
     def learn(self, pieces: list[tuple[Rollouts, Tensor]], target_kl: float | None = None) -> dict[str, float] | None:
         """One optimiser step on a mini-batch, whose pieces get their ``old_logprobs``; beyond ``target_kl`` None instead."""
         config, scale = self.config, self.learner.scale
-        self.learner.zero_grad()
+        for learner in filter(None, (self.learner, self.critic_learner)):
+            learner.zero_grad()
         loss, passes = 0.0, []
         for i, (piece, weights) in enumerate(pieces):
             piece_loss, piece, metrics = micro_batch_pass(self.model, piece, weights * scale, config, self.reference)
@@ -1383,18 +1637,20 @@ class Trainer:
         summary = summarise(passes)
         if target_kl is not None and summary["kl_old"] > target_kl:
             return None
+        values = self.add_value_gradients(pieces) if config.advantage_estimator == "gae" else {}
         learned = {"loss": loss, "grad_norm": self.learner.step(), **summary}
-        return learned | self.learn_values(pieces) if config.advantage_estimator == "gae" else learned
+        if self.critic_learner is not None:
+            learned["critic_grad_norm"] = self.critic_learner.step()
+        return learned | values
 
-    def learn_values(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
-        """One optimiser step of the critic on the pieces of a mini-batch."""
-        self.critic_learner.zero_grad()
-        passes = []
+    def add_value_gradients(self, pieces: list[tuple[Rollouts, Tensor]]) -> dict[str, float]:
+        """Add the gradients of the critic's loss on the pieces of a mini-batch to those that are there; its metrics."""
+        passes, learner = [], self.critic_learner or self.learner
         for piece, weights in pieces:
-            loss, metrics = critic_pass(self.critic, piece, weights * self.critic_learner.scale, self.config)
+            loss, metrics = critic_pass(self.critic, piece, weights * learner.scale, self.config)
             loss.backward()
             passes.append((metrics, weights > 0))
-        return {"critic_grad_norm": self.critic_learner.step(), **summarise(passes)}
+        return summarise(passes)
 
 
 # %% [markdown]
@@ -1450,22 +1706,32 @@ METRICS = {
     "ungraded": Metric("share of completions that nobody could grade", "below 0.1", 15),
     "loss": Metric("the loss of the last pass over the batch", "any: it measures no progress", 11),
     "grad_norm": Metric("norm of the policy's gradient before it is clipped, last pass", "steady, no jumps", 16),
-    "critic_grad_norm": Metric("the same of the critic's", "steady, no jumps", 16),
+    "critic_grad_norm": Metric("the same of a critic with a trunk of its own", "steady, no jumps", 16),
     "updates": Metric("optimiser steps taken from the batch", "as set; fewer after target_kl", 10),
     "skipped_updates": Metric("of these, skipped because the gradient was not finite", "0", 16),
     "ratio_error": Metric("greatest distance of a ratio from 1, first pass", "0, or below 1e-3", 10),
-    "clip_fraction": Metric("share of tokens whose gradient the clip cut, last pass", "below 0.2", 10),
-    "kl_old": Metric("KL per token between the policy of the last pass and that of the first", "below 0.05", 9),
+    "clip_fraction": Metric(
+        "share of tokens whose gradient the clip cut, last pass (untied groups only)", "below 0.2", 10
+    ),
+    "kl_old": Metric(
+        "KL per token between the policy of the last pass and that of the first (untied groups only)", "below 0.05", 9
+    ),
     "kl_ref": Metric("KL per token from the reference, first pass", "starts at 0, grows slowly", 9),
     "sampler_gap": Metric(
-        "greatest distance of the trainer's log-probs from the sampler's, first pass", "below 1e-3 in float32", 14
+        "greatest distance of the trainer's log-probs from the sampler's, first pass (untied groups only)",
+        "below 1e-3 in float32",
+        14,
     ),
     "trained_entropy": Metric("entropy per token that was trained on, exact, first pass", "falls slowly", 9),
     "value_loss": Metric("the critic's loss, first pass", "falls", 10),
     "value_clip_fraction": Metric("share of values whose gradient the clip cut, last pass", "below 0.2", 10),
-    "mismatch/ratio_geometric": Metric("policy's to sampler's probability, geometric mean", "0.9 to 1.1", 14),
+    "mismatch/ratio_geometric": Metric(
+        "policy's to sampler's probability, geometric mean (untied groups only)", "0.9 to 1.1", 14
+    ),
     "mismatch/ratio_arithmetic": Metric("the same, arithmetic mean", "0.9 to 1.1, but blind", 14),
-    "mismatch/delta_mean": Metric("mean distance of the trainer's log-probs from the sampler's", "below 0.01", 14),
+    "mismatch/delta_mean": Metric(
+        "mean distance of the trainer's log-probs from the sampler's (untied groups only)", "below 0.01", 14
+    ),
     "mismatch/delta_max": Metric("greatest of these distances", "below 1", 14),
     "mismatch/ess": Metric("effective share of completions after the correction", "above 0.9", 14),
     "padding": Metric("share of the micro-batches' area that no token fills", "below 0.5", 11),
@@ -1493,24 +1759,22 @@ assert metrics.keys() <= METRICS.keys()
 #
 # The measure of a policy is the probability that *one* sampled answer is right, on held-out problems. We draw several
 # answers per problem and average. Answers to one problem are not independent of each other, so the 95 % interval comes
-# from the spread of the per-problem means: with $n$ problems of means $\bar R_j$ it is
-# $\pm 1.96\,\mathrm{sd}(\bar R_j)/\sqrt n$. The answers are written in portions of a step's size, so that measuring takes
-# no more memory than training; a completion does not depend on its batch (section 11), so neither does the result.
+# from the spread of the per-problem shares; it is section 13's, which has a width where all answers are right, or none.
+# The answers are written in portions of a step's size, so that measuring takes no more memory than training; a completion
+# does not depend on its batch (section 11), so neither does the result.
 #
 # One answer is what a user gets. Several say what the policy *can* do: pass@k, the probability that one of $k$ answers is
-# right. Section 13 has its unbiased estimate from $n \ge k$ answers, and an interval that also holds near 0 and 1.
+# right. Section 13 has its unbiased estimate from $n \ge k$ answers, and the interval is the same.
 
 
 # %% tags=["export"]
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more, with half_width its 95 %
-    interval over problems; reward: mean reward; well_formed: share of answers that finished and have the task's form;
-    truncated and ungraded: shares of answers; right: how many answers to each problem have reward 1 or more; samples: one
-    dict per completion, a problem's together."""
+    """Held-out results (section 16). pass_at_1: share of sampled answers with reward 1 or more; reward: mean reward;
+    well_formed: share of answers that finished and have the task's form; truncated and ungraded: shares of answers; right:
+    how many answers to each problem have reward 1 or more; samples: one dict per completion, a problem's together."""
 
     pass_at_1: float
-    half_width: float
     reward: float
     well_formed: float
     truncated: float
@@ -1519,7 +1783,7 @@ class Evaluation:
     samples: list[dict]
 
     def __str__(self) -> str:
-        return f"{self.pass_at_1:.3f} ± {self.half_width:.3f}"
+        return str(self.pass_at()[1])
 
     def pass_at(self) -> dict[int, Interval]:
         """pass@k with its 95 % interval for k = 1, 2, 4, … up to the answers per problem (section 13)."""
@@ -1544,10 +1808,9 @@ def measure(sampler: Sampler, tokenizer, task: Task, config: TrainConfig, seed: 
     size = max(1, config.completions_per_step // config.num_eval_generations)
     chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
     rollouts = concatenate([collect(sampler, tokenizer, chunk, config.num_eval_generations, seed) for chunk in chunks])
-    rollouts = grade(rollouts, tokenizer, examples, task.reward)
+    rollouts = grade(rollouts, tokenizer, examples, task.reward, config.reward_timeout)
     texts, metrics = decode(tokenizer, rollouts), rollout_metrics(rollouts)
     right = ((rollouts.rewards >= 1.0) & rollouts.graded).view(len(examples), -1)
-    passed = right.float().mean(1)
     formed = [not cut and task.well_formed(text) for cut, text in zip(rollouts.truncated.tolist(), texts, strict=True)]
     samples = [
         {"prompt": examples[g].prompt, "completion": text, "reward": reward, "truncated": cut}
@@ -1556,8 +1819,7 @@ def measure(sampler: Sampler, tokenizer, task: Task, config: TrainConfig, seed: 
         )
     ]
     return Evaluation(
-        pass_at_1=float(passed.mean()),
-        half_width=1.96 * float(passed.std(correction=0)) / math.sqrt(len(examples)),
+        pass_at_1=float(right.float().mean()),
         well_formed=sum(formed) / len(formed),
         **{name: metrics[name] for name in ("reward", "truncated", "ungraded")},
         right=right.sum(1).tolist(),
@@ -1576,7 +1838,8 @@ assert math.isclose(before.pass_at()[1].mean, before.pass_at_1, rel_tol=1e-6)
 #
 # Metrics go to a JSON-lines file, one object per step, and to TensorBoard. The curves are drawn from the same records.
 # JSON has no `NaN`; a number that is not finite, such as the reward of an ungraded answer, is written as `null`. A process
-# that is killed may leave half a line behind, so that what is read back is checked line by line.
+# that is killed may leave half a line behind, so that what is read back is checked line by line. Held-out pass@1 is known
+# later than the rest of its step, and is added to the line: the file is written anew and takes the old one's place.
 
 
 # %% tags=["export:metrics"]
@@ -1600,12 +1863,17 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, flo
             break
         try:
             record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-            step = record["step"]
-        except (ValueError, AttributeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is not a record of metrics: {line[:60]!r}") from error
+            step = operator.index(record["step"])
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not a record of metrics: {line[:60]!r}; repair it, or move the file away, and the "
+                "run goes on without its past"
+            ) from error
         records.append(record)
     if records and last_step is not None and step != last_step:
-        raise ValueError(f"{path} ends with step {step}, but step {last_step} was reached")
+        raise ValueError(
+            f"{path} ends with step {step}, but step {last_step} was reached; move it away, and the run goes on without its past"
+        )
     return records
 
 
@@ -1625,15 +1893,28 @@ class MetricsLog:
     ):
         self.records = list(records or [])
         self._trackers = [
-            TensorBoard(module, folder, self.records) if name == "tensorboard" else Tracker(module, folder, settings)
+            TensorBoard(module, folder, self.records)
+            if name == "tensorboard"
+            else Tracker(name, module, folder, settings)
             for name, module in tracker_modules(report_to).items()
         ]
-        self._lines = (folder / "metrics.jsonl").open("a")
+        self._path = folder / "metrics.jsonl"
+        self._lines = self._path.open("a")
 
     def write(self, metrics: dict[str, float]) -> None:
         self.records.append(metrics)
         self._lines.write(json_line(metrics))
         self._lines.flush()
+        for tracker in self._trackers:
+            tracker.write(metrics)
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Add ``metrics`` to those of their step, which is the last one; to the trackers alone if its record is gone."""
+        if self.records:
+            self.records[-1] = self.records[-1] | metrics
+            self._lines.close()
+            write_whole(self._path, "".join(map(json_line, self.records)))
+            self._lines = self._path.open("a")
         for tracker in self._trackers:
             tracker.write(metrics)
 
@@ -1648,13 +1929,15 @@ def optional_import(module: str, extra: str | None = None) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        package = module if extra is None else f"'lmrl[{extra}]'"
-        raise ImportError(f"{error.name} is not installed; pip install {package}") from error
+        package = module if extra is None else f"-c constraints.txt -e '.[{extra}]'"
+        raise ImportError(f"{error.name} is not installed: .venv/bin/python -m pip install {package}") from error
 
 
 # %% [markdown]
 # TensorBoard is the default tracker and reads files. Weights & Biases and Trackio are services, or a local database,
-# with the same three functions: `init`, `log` and `finish`.
+# with the same three functions: `init`, `log` and `finish`. They would take a run that goes on for a new one; so a name that
+# no other run has lies in the run's folder. Steps that are taken again after a kill are logged twice, with the same values;
+# W&B keeps the first.
 
 
 # %% tags=["export:metrics"]
@@ -1680,12 +1963,21 @@ class TensorBoard:
         self._board.close()
 
 
-class Tracker:
-    """Metrics to Weights & Biases or Trackio, as a run of the project lmrl that is called as ``folder`` is (section 16)."""
+def tracker_id(folder: Path) -> str:
+    """The name of the run in ``folder`` that no other run has; ``tracker_id`` in the folder keeps it (section 16)."""
+    path = folder / "tracker_id"
+    if not path.exists():
+        write_whole(path, f"{folder.name}-{secrets.token_hex(4)}\n")
+    return path.read_text().strip()
 
-    def __init__(self, module: ModuleType, folder: Path, settings: dict | None):
-        self._module = module
-        module.init(project="lmrl", name=folder.name, config=settings or {})
+
+class Tracker:
+    """Metrics to Weights & Biases or Trackio, as a run of the project lmrl, which goes on if it was there (section 16)."""
+
+    def __init__(self, name: str, module: ModuleType, folder: Path, settings: dict | None):
+        self._module, own = module, tracker_id(folder)
+        names = {"name": folder.name, "id": own.rpartition("-")[2]} if name == "wandb" else {"name": own}
+        module.init(project="lmrl", **names, resume="allow", config=settings or {})
 
     def write(self, metrics: dict[str, float]) -> None:
         self._module.log({name: value for name, value in metrics.items() if name != "step"}, step=metrics["step"])
@@ -1740,9 +2032,11 @@ def running_mean(values: list[float], width: int = 15) -> list[float]:
 def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool = False) -> Figure:
     """One metric of several runs, ``(steps, values)`` each: all values faint, their running mean on top, or ``points``.
 
-    The i-th run has `run_style`'s colour and dashes, whatever it is called.
+    The i-th run has `run_style`'s colour and dashes, whatever it is called. Single steps far outside leave the picture, which
+    then says how far they go.
     """
     figure, axis = new_figure(height=2.3)
+    means = []
     figure.set_size_inches(3.9, 2.3)
     for i, (steps, values) in enumerate(runs.values()):
         color, dashes = run_style(i)
@@ -1750,10 +2044,31 @@ def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool 
             axis.plot(steps, values, "o", color=color, markersize=5, linestyle=(0, dashes), linewidth=1.2)
             continue
         stride, smooth = max(1, len(steps) // 500), running_mean(values, max(15, len(steps) // 50))
+        means += smooth
         axis.plot(steps[::stride], values[::stride], color=color, alpha=0.25, linewidth=0.7)
         axis.plot(steps[::stride], smooth[::stride], color=color, linewidth=1.8, linestyle=(0, dashes))
+    values = [value for _, values in runs.values() for value in values if math.isfinite(value)]
+    if values and not points:
+        low, high = axis.set_ylim(*visible_range(values, [mean for mean in means if math.isfinite(mean)]))
+        beyond = [f"{value:.3g}" for value in (min(values), max(values)) if not low <= value <= high]
+        if beyond:
+            axis.set_title(f"single steps reach {' and '.join(beyond)}", fontsize=8, loc="right", color="0.35")
+    axis.ticklabel_format(axis="y", useOffset=False)
     axis.set_xlabel("step")
     return figure
+
+
+def visible_range(values: list[float], means: list[float]) -> tuple[float, float]:
+    """Limits of an axis (section 16): all ``values``, or ``means`` and 98 % of them where the rest takes half of the picture.
+
+    A difference of less than 1e-4 of the values is not blown up.
+    """
+    values, cut = sorted(values), len(values) // 100
+    low, high = min([values[cut], *means]), max([values[-1 - cut], *means])
+    if values[-1] - values[0] < 2 * (high - low):
+        low, high = values[0], values[-1]
+    margin = max(0.05 * (high - low), 1e-4 * max(abs(low), abs(high))) or 0.05
+    return low - margin, high + margin
 
 
 def run_style(i: int) -> tuple[str, tuple[int, ...]]:
@@ -1838,7 +2153,7 @@ assert abs(ends[True] + 0.0947) < 1e-4 and abs(ends[False]) < 1e-6
 # learning rate is not on the list: it follows from the number of steps. Nor is anything of the sampler, PyTorch's or
 # vLLM's: it gets a seed per call, drawn from the generator of the sampling, and its weights are the policy's. The
 # reference, the prompts, and under an adapter the model's own weights stay what they were, so they are not copied;
-# fingerprints tell whether the run still finds the same.
+# fingerprints, taken once in a run, tell whether it still finds the same.
 
 
 # %% tags=["export:checkpoint"]
@@ -1874,7 +2189,8 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
     if trainer.config.sync_ref_model:
         parts["reference"] = dict(trainer.reference.named_parameters())
     if trainer.critic is not None:
-        parts["critic"] = trainer.critic.state_dict()
+        parts["critic"] = trainer.own_critic.state_dict()
+    if trainer.critic_learner is not None:
         parts["critic_learner"] = learner_tensors(trainer.critic_learner)
     return {
         f"{part}.{name}": value.detach().cpu().contiguous()
@@ -1883,25 +2199,54 @@ def trainer_tensors(trainer) -> dict[str, Tensor]:
     }
 
 
+def tokenizer_rules(tokenizer) -> str:
+    """What a tokenizer does with a text besides its vocabulary: merges, normaliser, special tokens, … (section 16)."""
+    rules = {"special tokens": tokenizer.special_tokens_map}
+    if tokenizer.is_fast:
+        rules |= json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}  # of a call
+    return json.dumps(rules, default=str)
+
+
 def fingerprints(trainer) -> dict[str, str | None]:
-    """What has to be the same when a run goes on: of training prompts, reference, and the policy's frozen weights (section 16)."""
+    """What has to be the same when a run goes on: of data, tokenizer, reference, and the policy's frozen weights (section 16)."""
     frozen = {name: checksum(weight) for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
-    contents = {"prompts": [example.prompt for example in trainer.task.train], "reference": None}
-    contents["frozen weights"] = frozen or None
+    examples, tokenizer = trainer.task.train, trainer.tokenizer
+    columns = [json.dumps(example.columns, default=lambda value: type(value).__name__) for example in examples]
+    contents = {"prompts": [example.prompt for example in examples], "answers or other columns": columns}
+    contents["tokenizer"] = sorted(tokenizer.get_vocab().items()), tokenizer.chat_template
+    contents["tokenizer rules"] = tokenizer_rules(tokenizer)
+    contents["reference"], contents["frozen weights"] = None, frozen or None
     if trainer.reference is not None and not trainer.config.sync_ref_model:
         contents["reference"] = parameter_checksums(trainer.reference)
     return {what: content and hashlib.sha256(repr(content).encode()).hexdigest() for what, content in contents.items()}
 
 
+def reward_text(reward: RewardFunction) -> str | None:
+    """A hash of what a reward function, or each of several, does as text; None where there is no text (section 16)."""
+    try:
+        texts = [
+            inspect.getsource(getattr(part, "__code__", type(part))) for part in getattr(reward, "rewards", [reward])
+        ]
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
 # %% [markdown]
-# **Whole or not at all.** A checkpoint is written to a hidden folder. It gets a list of its files' SHA-256, in the format of
-# `sha256sum -c`, and is pushed out to the disk. Only then it receives its name, by a rename, which a file system does
-# entirely or not at all. Whatever happens before, a kill, a full disk, leaves the earlier ones as they were. Tensors are in
-# safetensors and the rest in JSON: to load a checkpoint runs nobody's code, as unpickling one would.
+# **Whole or not at all.** A checkpoint is written to a hidden folder. It gets a list of its files' SHA-256, in the format
+# of `sha256sum -c`, and is pushed out to the disk, as are the metrics of its steps. Only then it receives its name, by a
+# rename, which a file system does entirely or not at all. Whatever happens before, a kill, a full disk, leaves the
+# earlier ones as they were, and a full disk is told in one line with the command to go on, whichever file of the run it
+# meets. Tensors are in safetensors and the rest in JSON: to load a checkpoint runs nobody's code, as unpickling one
+# would.
+#
+# Held-out pass@1 is measured when the checkpoint is there, for measuring asks the user's reward function, and that may fail.
+# So it comes in a file of its own, which is not among the sums.
 
 
 # %% tags=["export:checkpoint"]
 SUMS, TENSORS, RECORD = "SHA256SUMS", "trainer/state.safetensors", "trainer/state.json"
+EVALUATION = "trainer/evaluation.json"
 
 
 def sha256(path: Path) -> str:
@@ -1927,6 +2272,26 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def cannot_write(path: Path, error: Exception, folder: Path) -> OSError:
+    """The error of a write to the run in ``folder``, with what is there still and how to go on (section 16)."""
+    go_on = f"go on with lmrl train --resume {folder}" if checkpoints_of(folder) else "start the run again"
+    return OSError(f"cannot write {path} ({error}); its checkpoints are as they were: make room, then {go_on}")
+
+
+@contextmanager
+def told_of_a_full_disk(folder: Path) -> Iterator[None]:
+    """Raise `cannot_write` where the body finds the disk of the run's ``folder`` full (section 16)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL and not isinstance(error, shutil.Error):  # several files in one
+            raise
+        raise cannot_write(folder, error, folder) from error
+
+
 def seal(folder: Path) -> None:
     """Add ``SHA256SUMS`` over all files of ``folder``, and return when everything is on the disk (section 16)."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -1940,16 +2305,18 @@ def save_policy(trainer, folder: Path) -> None:
     save_model(folder, merged(trainer.model), trainer.tokenizer, {"step": trainer.steps_done})
 
 
-def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> Path:
+def write_checkpoint(trainer, folder: Path) -> Path:
     """Write ``checkpoints/step-NNNNNN`` in the run's ``folder`` and return it: a Hugging Face folder, and ``trainer/``.
 
-    ``trainer/state.safetensors`` has the `trainer_tensors`; ``trainer/state.json`` the step, the settings and the held-out
-    pass@1, if it was measured. Raises OSError, and leaves what was there, if it cannot be written (section 16).
+    ``trainer/state.safetensors`` has the `trainer_tensors`; ``trainer/state.json`` the step, the settings and the
+    `fingerprints`. Raises OSError, and leaves what was there, if it cannot be written (section 16).
     """
     checkpoint = folder / "checkpoints" / f"step-{trainer.steps_done:06d}"
-    record = {"step": trainer.steps_done, "eval_pass_at_1": eval_pass_at_1, **fingerprints(trainer)}
-    record["config"] = asdict(trainer.config)
+    record = {"step": trainer.steps_done, **trainer.fingerprints, "config": asdict(trainer.config)}
+    record["reward text"] = reward_text(trainer.task.reward)
     try:
+        for path in (*folder.glob("metrics.jsonl"), folder):  # metrics that end before the checkpoint do not go on
+            flush_to_disk(path)
         checkpoint.parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=checkpoint.parent, prefix=".unfinished-") as scratch:
             new = Path(scratch) / "new"
@@ -1963,11 +2330,13 @@ def write_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None)
             new.rename(checkpoint)
             flush_to_disk(checkpoint.parent)
     except Exception as error:  # of a full disk: the libraries have kinds of their own
-        raise OSError(
-            f"cannot write {checkpoint} ({error}); the checkpoints before it are as they were: make room, then go on with "
-            f"lmrl train --resume {folder}"
-        ) from error
+        raise cannot_write(checkpoint, error, folder) from error
     return checkpoint
+
+
+def write_pass_at_1(checkpoint: Path, pass_at_1: float) -> None:
+    """Enter the held-out pass@1 of the policy in a checkpoint that was written before (section 16)."""
+    write_whole(checkpoint / EVALUATION, json.dumps({"eval_pass_at_1": pass_at_1}) + "\n")
 
 
 # %% [markdown]
@@ -1983,7 +2352,7 @@ def damage(checkpoint: Path) -> str | None:
     except (OSError, ValueError):
         return f"its {SUMS} is missing or torn"
     files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
-    present = {file.as_posix() for file in files if not file.name.startswith(".")} - {SUMS}
+    present = {file.as_posix() for file in files if not file.name.startswith(".")} - {SUMS, EVALUATION}
     for name in sorted({RECORD, TENSORS, *sums, *present}):
         if name not in present:
             return f"its {name} is missing"
@@ -1994,8 +2363,8 @@ def damage(checkpoint: Path) -> str | None:
 
 def checkpoints_of(folder: Path) -> list[Path]:
     """The checkpoints in a run's ``folder``, the oldest first, damaged ones included (section 16)."""
-    found = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=step_of)
+    named = (path for path in (folder / "checkpoints").glob("step-*") if re.fullmatch("[0-9]+", path.name[5:]))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -2026,18 +2395,29 @@ def require_checkpoints(folder: Path) -> None:
     if not checkpoints_of(folder):
         raise ValueError(
             f"{folder} has no checkpoints/step-…, so nothing can go on there: give the folder of a run that came to its first "
-            "checkpoint (save_steps), or start that run again"
+            "checkpoint, or move this one away and start the run again, with a smaller save_steps"
         )
 
 
 def read_record(checkpoint: Path) -> dict:
-    """Step, settings, held-out pass@1 and fingerprints of a checkpoint (section 16)."""
-    return json.loads((checkpoint / RECORD).read_text())
+    """Step, settings, fingerprints and held-out pass@1 of a checkpoint, None if it is not known (section 16).
+
+    Raises ValueError, with the remedy, for a file that holds something else.
+    """
+    record = json.loads((checkpoint / RECORD).read_text())
+    if not isinstance(record, dict) or not {"step", "config"} <= record.keys():
+        raise ValueError(f"{checkpoint / RECORD} is not the record of a checkpoint; move {checkpoint} away")
+    found = record.get("eval_pass_at_1")  # of an earlier version
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads((checkpoint / EVALUATION).read_text())["eval_pass_at_1"]
+    finite = isinstance(found, (int, float)) and math.isfinite(found)
+    return {**record, "eval_pass_at_1": float(found) if finite else None}
 
 
 # %% [markdown]
 # **How many to keep?** The newest few, in case the last one is damaged, and the best one. Reinforcement learning can end
-# worse than it was in the middle, and held-out pass@1, measured at every save, tells where that was.
+# worse than it was in the middle, and held-out pass@1, measured at every save, tells where that was. The newest policy is
+# also `checkpoint/`, the folder to take away. Its weights are not written a second time: a file may have two names.
 
 
 # %% tags=["export:checkpoint"]
@@ -2063,23 +2443,71 @@ def prune_checkpoints(folder: Path, limit: int | None) -> None:
             shutil.rmtree(gone)
 
 
-def save_checkpoint(trainer, folder: Path, eval_pass_at_1: float | None = None) -> None:
-    """`write_checkpoint`, the policy once more as ``checkpoint``, then `prune_checkpoints` (section 16)."""
-    write_checkpoint(trainer, folder, eval_pass_at_1)
-    save_policy(trainer, folder / "checkpoint")
+def link_weights(source: str, target: str) -> None:
+    """Give a safetensors file a second name, where the file system can; copy it elsewhere, and any other file (section 16)."""
+    if source.endswith(".safetensors"):
+        with suppress(OSError):
+            return os.link(source, target)
+    shutil.copy2(source, target)
+
+
+def publish(checkpoint: Path, folder: Path) -> None:
+    """Make ``folder`` the Hugging Face folder that ``checkpoint`` is; it is replaced only by a complete one (section 16)."""
+    with replaced(folder) as new:
+        shutil.copytree(checkpoint, new, ignore=shutil.ignore_patterns("trainer", SUMS), copy_function=link_weights)
+
+
+def save_checkpoint(trainer, folder: Path) -> Path:
+    """`write_checkpoint`, `publish` it as ``checkpoint``, then `prune_checkpoints`; the new checkpoint (section 16)."""
+    checkpoint = write_checkpoint(trainer, folder)
+    publish(checkpoint, folder / "checkpoint")
     prune_checkpoints(folder, trainer.config.save_total_limit)
+    return checkpoint
 
 
 # %% [markdown]
-# **What may change on the way?** Where the run ends, how often it is saved and measured, on what device, and how many
-# completions go through the model at once. Any other setting makes another run; it is refused, by name.
+# **Who writes?** One process. Two that go on with the same run would each write half of its lines. So a run holds a lock on
+# a file in its folder. The lock is the system's, not the file's: it is gone when the process is, however it ended, and
+# processes that it started do not inherit it. A second lock of the same process is the same lock, and goes with the first
+# that is given back.
+
+
+# %% tags=["export:checkpoint"]
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing to the run in ``folder`` (section 16).
+
+    Raises BlockingIOError, with the remedy, if one is at it. A file system without locks gets a warning instead.
+    """
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise BlockingIOError(
+                f"another process ({file.read()}) writes to {folder}; wait until it ends or stop it, and nothing is lost: "
+                "then go on with --resume"
+            ) from error
+        except OSError as error:
+            warnings.warn(f"{folder} cannot be locked ({error}); see that no other process writes to it", stacklevel=3)
+        file.truncate(0)
+        file.write(f"number {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+# %% [markdown]
+# **What may change on the way?** Where the run ends, how often it is saved and measured, on what device, compiled or not,
+# with how much kept for the backward pass, how many completions go through the model at once, and after how many skipped
+# updates the run gives up. Any other setting makes another run; it is refused, by name.
 
 
 # %% tags=["export:checkpoint"]
 MAY_CHANGE = {"max_steps", "save_steps", "save_total_limit", "num_eval_problems", "num_eval_generations", "device"}
+MAY_CHANGE |= {"torch_compile", "gradient_checkpointing", "max_skipped_updates"}
 MAY_CHANGE |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # with the same product
 MAY_CHANGE |= {"vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode"}
-MAY_CHANGE |= {"reward", "report_to", "preflight"}  # a file that has moved; who is told; a check of the beginning
+MAY_CHANGE |= {"reward", "reward_timeout", "report_to", "preflight"}  # a file that has moved, and what no step reads
 
 
 def changed_settings(record: dict, config: TrainConfig) -> list[str]:
@@ -2121,11 +2549,17 @@ def restore(trainer, checkpoint: Path) -> None:
     """
     record, tensors = read_record(checkpoint), load_file(checkpoint / TENSORS)
     changed_settings(record, trainer.config)
-    for what, fingerprint in fingerprints(trainer).items():
-        if record[what] != fingerprint:
+    for what, fingerprint in trainer.fingerprints.items():
+        if record.get(what, fingerprint) != fingerprint:  # an earlier version has fewer
             raise ValueError(
                 f"the run's {what} changed since {checkpoint} was written; give back what there was, or start a new run"
             )
+    if record["reward text"] != reward_text(trainer.task.reward):
+        warnings.warn(
+            f"the reward function is not the one with which {checkpoint} was made: rewards before and after are of two kinds, "
+            "and the best checkpoint may be of either",
+            stacklevel=3,  # beyond no_grad
+        )
 
     def part(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
@@ -2138,7 +2572,8 @@ def restore(trainer, checkpoint: Path) -> None:
     if trainer.config.sync_ref_model:
         trainer.reference.load_state_dict(part("reference"), strict=False)
     if trainer.critic is not None:
-        trainer.critic.load_state_dict(part("critic"))
+        trainer.own_critic.load_state_dict(part("critic"))
+    if trainer.critic_learner is not None:
         load_learner(trainer.critic_learner, part("critic_learner"))
     trainer.batches.generator.set_state(tensors["data.generator"])
     trainer.batches.waiting = tensors["data.waiting"].tolist()
@@ -2201,10 +2636,13 @@ class InterruptRequest:
 
 
 # %% [markdown]
-# The run itself: measure, make the folder, take steps under a progress bar, measure and save now and then and at the
+# The run itself: measure, make the folder, take steps under a progress bar, save and measure now and then and at the
 # end. The folder is made only after everything that can be wrong with the set-up has had its chance to fail, the reward
 # function included. A run that goes on takes over its folder instead: what was logged after the checkpoint is cut off,
 # for it will be written again.
+#
+# Saving comes before measuring, and a reward function that fails in a step ends the run at the step before, which is saved:
+# the user's code can fail at any time and costs no step. What it left unmeasured is measured when the run goes on.
 
 
 # %% tags=["export"]
@@ -2223,69 +2661,117 @@ def run(trainer: Trainer, plot: Callable) -> RunResult:
 
     ``plot`` draws the curves; `lmrl.figures.trainer.learning_curve` is the one. The folder gets config.json, metrics.jsonl,
     TensorBoard events, learning_curve.png, evaluation.json, samples.jsonl, checkpoints/, and checkpoint/, the Hugging Face
-    folder of the newest. A step that fails leaves the last checkpoint as it was. With ``config.resume`` the run in that
-    folder goes on; the trainer is one that was restored from its newest checkpoint.
+    folder of the newest. A reward function that fails ends the run with its error, after all steps were saved; any other
+    failure leaves the last checkpoint as it was, and OSError tells of a full disk. With ``config.resume`` the run in that
+    folder goes on; the trainer is one that was restored from its newest checkpoint. BlockingIOError if another process is at
+    that run.
     """
     config = trainer.config
-    folder, before, records = start_run(trainer) if config.resume is None else reopen_run(trainer)
-    log = MetricsLog(folder, records, config.report_to, asdict(config))
-    after, saved = None, trainer.steps_done if config.resume else None
-    progress = tqdm(total=config.max_steps, initial=trainer.steps_done, desc=folder.name, unit="step")
-    with InterruptRequest() as interrupt, progress as bar:
-        while trainer.steps_done < config.max_steps and not interrupt.requested:
-            metrics = trainer.step()
-            after = evaluate(trainer) if is_save_step(trainer) else None
-            log.write(metrics if after is None else {**metrics, "eval_pass_at_1": after.pass_at_1})
-            bar.set_postfix(progress_fields(metrics), refresh=False)
-            bar.update()
-            if after is not None:
-                save_checkpoint(trainer, folder, after.pass_at_1)
-                saved = trainer.steps_done
-        if saved != trainer.steps_done:
-            save_checkpoint(trainer, folder)
-    log.close()
-    after = after or evaluate(trainer)
-    write_evaluations(folder, {"before": before, "after": after})
-    measured = {record["step"]: record["eval_pass_at_1"] for record in log.records if "eval_pass_at_1" in record}
-    curve = plot(log.records, {0: before.pass_at_1, **measured, trainer.steps_done: after.pass_at_1})
-    curve.savefig(folder / "learning_curve.png")
-    return RunResult(folder, before, after, interrupt.requested)
-
-
-def is_save_step(trainer: Trainer) -> bool:
-    """Whether held-out pass@1 is measured, and a checkpoint written, after the step that was just taken (section 16)."""
-    return trainer.steps_done % trainer.config.save_steps == 0 or trainer.steps_done == trainer.config.max_steps
+    if config.resume is None:
+        before, records = evaluate(trainer), []
+        folder = new_run_folder(config)
+    else:
+        folder = Path(config.resume)
+    with told_of_a_full_disk(folder), locked(folder):
+        if config.resume is None:
+            start_run(folder, config, before)
+        else:
+            before, records = reopen_run(trainer, folder)
+        with closing(MetricsLog(folder, records, config.report_to, asdict(config))) as log:
+            after, interrupted = take_steps(trainer, folder, log)
+        after = after or evaluate(trainer)
+        write_evaluations(folder, {"before": before, "after": after})
+        measured = {record["step"]: record["eval_pass_at_1"] for record in log.records if "eval_pass_at_1" in record}
+        curve = plot(log.records, {0: before.pass_at_1, **measured, trainer.steps_done: after.pass_at_1})
+        curve.savefig(folder / "learning_curve.png")
+    return RunResult(folder, before, after, interrupted)
 
 
 # %% tags=["export"]
-def start_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
-    """The folder of a new run, the held-out results before it, and no records yet (section 16)."""
-    before = evaluate(trainer)
-    folder = new_run_folder(trainer.config)
-    write_config(folder, trainer.config)
-    write_evaluations(folder, {"before": before})
-    return folder, before, []
+def take_steps(trainer: Trainer, folder: Path, log: MetricsLog) -> tuple[Evaluation | None, bool]:
+    """The steps of a run, with its records and checkpoints, up to ``config.max_steps`` or a signal (section 16).
 
-
-def reopen_run(trainer: Trainer) -> tuple[Path, Evaluation, list]:
-    """The same for the run in ``config.resume``, with the records up to the trainer's step (section 16).
-
-    What a kill left unfinished is removed, and checkpoints of later steps, which are damaged, are renamed.
+    Returns the held-out results after the last step, None if they were not measured, and whether a signal came.
     """
-    folder, step = Path(trainer.config.resume), trainer.steps_done
+    config, after = trainer.config, None
+    progress = tqdm(total=config.max_steps, initial=trainer.steps_done, desc=folder.name, unit="step")
+    with InterruptRequest() as interrupt, progress as bar:
+        try:
+            if is_unmeasured(trainer, folder):
+                after = measure_checkpoint(trainer, folder, log)
+            while trainer.steps_done < config.max_steps and not interrupt.requested:
+                metrics, after = trainer.step(), None
+                log.write(metrics)
+                bar.set_postfix(progress_fields(metrics), refresh=False)
+                bar.update()
+                if is_save_step(trainer):
+                    save_checkpoint(trainer, folder)
+                    after = measure_checkpoint(trainer, folder, log)
+        except RewardError:
+            save_once(trainer, folder)
+            where = f"saved after step {trainer.steps_done}; go on with: lmrl train --resume {folder}"
+            tqdm.write(where, file=sys.stderr)
+            raise
+        save_once(trainer, folder)
+    return after, interrupt.requested
+
+
+def is_save_step(trainer: Trainer) -> bool:
+    """Whether a checkpoint is written, and held-out pass@1 measured, after the step that was just taken (section 16)."""
+    return trainer.steps_done % trainer.config.save_steps == 0 or trainer.steps_done == trainer.config.max_steps
+
+
+def save_once(trainer: Trainer, folder: Path) -> None:
+    """`save_checkpoint`, unless the newest checkpoint has all steps already (section 16)."""
+    if [step_of(checkpoint) for checkpoint in checkpoints_of(folder)[-1:]] != [trainer.steps_done]:
+        save_checkpoint(trainer, folder)
+
+
+def measure_checkpoint(trainer: Trainer, folder: Path, log: MetricsLog) -> Evaluation:
+    """Held-out results of the policy that was just saved, entered into the log and its checkpoint (section 16)."""
+    after = evaluate(trainer)
+    log.add({"step": trainer.steps_done, "eval_pass_at_1": after.pass_at_1})
+    write_pass_at_1(checkpoints_of(folder)[-1], after.pass_at_1)
+    prune_checkpoints(folder, trainer.config.save_total_limit)
+    return after
+
+
+def is_unmeasured(trainer: Trainer, folder: Path) -> bool:
+    """Whether the trainer stands at a checkpoint that should have been measured and was not (section 16)."""
+    if trainer.steps_done == 0 or not is_save_step(trainer):
+        return False
+    return read_record(checkpoints_of(folder)[-1])["eval_pass_at_1"] is None
+
+
+# %% tags=["export"]
+def start_run(folder: Path, config: TrainConfig, before: Evaluation) -> None:
+    """Write what is known before the first step: the settings, and the held-out results (section 16)."""
+    write_config(folder, config)
+    write_evaluations(folder, {"before": before})
+
+
+def reopen_run(trainer: Trainer, folder: Path) -> tuple[Evaluation, list]:
+    """Bring the run in ``folder`` back to the trainer's step: its held-out results before, and its records (section 16).
+
+    What a kill left unfinished is removed or made up for, and checkpoints of later steps, which are damaged, are renamed.
+    Raises ValueError if a later one is whole: the run went on since the trainer was restored.
+    """
+    step = trainer.steps_done
     before, metrics = read_evaluation(folder, "before"), folder / "metrics.jsonl"
+    damaged = [checkpoint for checkpoint in checkpoints_of(folder) if step_of(checkpoint) > step]
+    if damaged and damage(damaged[-1]) is None:
+        raise ValueError(f"{folder} went on from step {step} to {step_of(damaged[-1])} meanwhile; resume it once more")
     metrics.touch()  # who moves it away goes on without its past
     records = read_metrics(metrics, step)
-    for path in (*folder.glob(".unfinished-*"), *folder.glob("checkpoints/.unfinished-*")):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for later in checkpoints_of(folder):
-        if step_of(later) > step:
-            later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
+    for path in list(folder.rglob(".unfinished-*")):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    for later in damaged:
+        later.rename(later.with_name(f"damaged-{later.name}-{time.time_ns()}"))
     write_whole(metrics, "".join(map(json_line, records)))
     write_config(folder, replace(trainer.config, resume=None))
-    if not (folder / "checkpoint").exists():
-        save_policy(trainer, folder / "checkpoint")
-    return folder, before, records
+    publish(checkpoints_of(folder)[-1], folder / "checkpoint")
+    prune_checkpoints(folder, trainer.config.save_total_limit)
+    return before, records
 
 
 # %% tags=["export"]
@@ -2295,9 +2781,19 @@ def free_run_folder(config: TrainConfig) -> Path:
     if config.name is not None:
         folder = parent / config.name
         if folder.exists():
-            raise FileExistsError(f"{folder} exists; choose another --name, or move it away")
+            going_on = f"go on with --resume {folder}, or " if checkpoints_of(folder) else ""
+            raise FileExistsError(f"{folder} exists; {going_on}choose another --name, or move it away")
         return folder
-    return numbered_folder(parent, config.task.replace(":", "-"))
+    return numbered_folder(parent, task_name(config.task))
+
+
+def task_name(task: str) -> str:
+    """A task as the name of one folder: of a file or a data set its own name, without the path (section 16)."""
+    kind, _, rest = task.partition(":")
+    if kind in ("jsonl", "datasets"):
+        path = Path(split_settings(rest)[0])
+        task = path.stem if kind == "jsonl" else path.name
+    return re.sub(r"[:/\\]+", "-", task)
 
 
 def numbered_folder(parent: Path, name: str) -> Path:
@@ -2337,10 +2833,20 @@ def write_evaluations(folder: Path, evaluations: dict[str, Evaluation]) -> None:
 
 
 def read_evaluation(folder: Path, when: str) -> Evaluation:
-    """What `write_evaluations` wrote under ``when``; a reward of null stays None (section 16)."""
-    numbers = json.loads((folder / "evaluation.json").read_text())[when]
-    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
-    return Evaluation(**numbers, samples=[row for row in rows if row.pop("when") == when])
+    """What `write_evaluations` wrote under ``when``; a reward of null stays None (section 16).
+
+    Raises ValueError, with the remedy, if that is not there.
+    """
+    try:
+        numbers = json.loads((folder / "evaluation.json").read_text())[when]
+        numbers.pop("half_width", None)  # that earlier versions wrote
+        rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+        return Evaluation(**numbers, samples=[row for row in rows if row.pop("when") == when])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: evaluation.json and samples.jsonl are not those of this run ({type(error).__name__}: {error}); give "
+            f"them back, or start a new run from its weights: --model {folder / 'checkpoint'}"
+        ) from error
 
 
 def progress_fields(metrics: dict[str, float]) -> dict[str, str]:
@@ -2389,6 +2895,22 @@ for _ in range(3):
         {name: round(metrics[name], 4) for name in ("reward", "value_loss", "kl_ref", "ratio_error", "clip_fraction")}
     )
     assert metrics["ratio_error"] < 1e-5
+
+# %% [markdown]
+# The same on one trunk, with a new policy: what learns is the policy and 65 numbers. It is a bargain with a price. In the 50
+# steps of the closing part (one seed), `vf_coef` 0.1 left the policy as good as a critic of its own did, a mean reward of 0.65 and
+# 0.64 in the last ten steps, but the critic was worse than a constant, with a loss of 0.146 where the constant has 0.114.
+# With `vf_coef` 1 the critic was better than that, 0.108 to 0.119, and the policy learned less, 0.60.
+
+# %%
+fresh = load_policy(folder)
+parts = replace(sampler, model=fresh), load_reference(fresh), load_critic(fresh, shared=True)
+together = Trainer(replace(ppo, share_critic_trunk=True), fresh, tokenizer, task, *parts)
+metrics = together.step()
+learners = together.learner, trainer.learner, trainer.critic_learner
+learned = [sum(weight.numel() for weight in learner.weights) for learner in learners]
+print(f"on one trunk {learned[0]:,} numbers learn; apart {learned[1]:,} of the policy and {learned[2]:,} of the critic")
+assert learned[0] == learned[1] + 65 and together.critic_learner is None and metrics["ratio_error"] < 1e-5
 
 # %% [markdown]
 # ## Before the first step
@@ -2467,9 +2989,10 @@ def plain_logits(model, rollouts: Rollouts, picked: Tensor) -> Tensor:
 class Probe:
     """A few prompts of a trainer, their completions, and what model and trainer say about these (section 16)."""
 
-    def __init__(self, trainer: Trainer, reward_seconds: float = 60.0):
+    def __init__(self, trainer: Trainer, reward_seconds: float | None = None):
         self.trainer, self.config, self.model = trainer, trainer.config, trainer.model
-        self.tokenizer, self.sampler, self.reward_seconds = trainer.tokenizer, trainer.sampler, reward_seconds
+        self.tokenizer, self.sampler = trainer.tokenizer, trainer.sampler
+        self.reward_seconds = reward_seconds or trainer.config.reward_timeout or 60.0
         self.stop_ids = stop_token_ids(trainer.tokenizer, trainer.model, trainer.task.stop)
         self.examples, self.prompts = probe_examples(trainer)
 
@@ -2489,13 +3012,18 @@ class Probe:
         return self.generate(self.prompts, seed=1)
 
     @cached_property
+    def again(self) -> Rollouts:
+        """Other completions of the same prompts."""
+        return self.generate(self.prompts, seed=1000)
+
+    @cached_property
     def graded(self) -> Rollouts:
         return self.grade(self.rollouts, self.examples)
 
     def grade(self, rollouts: Rollouts, examples: list[Example]) -> Rollouts:
         """The rollouts with rewards; a line says so if nothing was gradable, so that no warning has to."""
         with warnings.catch_warnings(action="ignore"):
-            return grade(rollouts, self.tokenizer, examples, self.trainer.task.reward)
+            return grade(rollouts, self.tokenizer, examples, self.trainer.task.reward, self.reward_seconds)
 
     @cached_property
     def picked(self) -> Tensor:
@@ -2511,13 +3039,16 @@ class Probe:
 
     def score(self, model) -> Tensor:
         """Log-probs ``[B, T]`` of the rollouts, as the trainer computes old and reference log-probs."""
-        return score(model, self.rollouts, self.config.temperature, token_budget(self.rollouts, self.config))[0]
+        with compiled(self.trainer.forwards):
+            return score(model, self.rollouts, self.config.temperature, token_budget(self.rollouts, self.config))[0]
 
     @torch.enable_grad()
     def learn(self, piece: Rollouts) -> tuple[Tensor]:
         """Log-probs of a piece, as the pass that learns computes them; its gradient is thrown away."""
         texts = piece.prompt_ids, piece.prompt_mask, piece.completion_ids, piece.mask
-        return (completion_loss(self.model, *texts, lambda logprobs, *_: logprobs.sum(), self.config.temperature)[1],)
+        with compiled(self.trainer.forwards):
+            results = completion_loss(self.model, *texts, lambda logprobs, *_: logprobs.sum(), self.config.temperature)
+        return (results[1],)
 
     def materialise(self, piece: Rollouts) -> tuple[Tensor]:
         """Log-probs of a piece from all its logits, by section 1's `token_logprobs`."""
@@ -2666,6 +3197,14 @@ def check_stop(probe: Probe) -> tuple[str, ...]:
             f"{probe.config.max_completion_length} tokens",
             "the sampler's flag must be True exactly where the cap ended the completion",
         )
+    if not finished:
+        cap = probe.config.max_completion_length
+        answer = ": one token cannot be the answer and the stop token" if cap == 1 else ""
+        return (
+            "warn",
+            f"no completion ends with a stop token ({wanted}), so that stopping cannot be learned{answer}",
+            f"raise max_completion_length, which is {cap}",
+        )
     return "pass", f"{finished} of {finished} finished completions end with a trained stop token"
 
 
@@ -2676,8 +3215,10 @@ def check_truncation(probe: Probe) -> tuple[str, ...]:
     finding = f"{share:.0%} of the completions are cut off at max_completion_length {cap}"
     remedy = "raise max_completion_length, ask for shorter answers, or look whether the model knows its stop tokens "
     remedy += f"({names_of(probe.tokenizer, probe.stop_ids)})"
-    if share == 1 and probe.config.mask_truncated_completions:
-        return "fail", f"{finding}, and mask_truncated_completions leaves nothing to learn from", remedy
+    if share >= 0.9 and probe.config.mask_truncated_completions:
+        left = int((~probe.rollouts.truncated).sum())
+        finding += f", and mask_truncated_completions leaves {left} of {len(probe.rollouts)} to learn from"
+        return "fail", finding, remedy
     return ("warn", finding, remedy) if share > 0.25 else ("pass", finding)
 
 
@@ -2775,39 +3316,107 @@ def check_temperature(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
-# Log-probs can be right and the draws still come from elsewhere: an engine that samples at one temperature and reports at
-# another, or takes the likeliest token. If a token is drawn from $q$, the expectation of its $-\log q$ is the entropy
-# $H(q)$. So the sum of $-\log q(a_t) - H(q_t)$ over the tokens has mean 0, and a variance that is known too,
-# $\sum_t \mathrm{Var}_{q_t}[\log q_t]$; in units of its root, a sum beyond ±6 does not happen by chance. (The last token of
-# a long row was picked because it is the last, that is, often a stop token; here it does not count.)
+# **Are the draws draws?** A sampler that repeats one completion for the whole group, or ignores its seed, draws too
+# little: no reward differs in a group, or every step sees the same completions. A policy that is nearly certain does so
+# rightly; its own log-probs tell the two apart. Only what it would do less than once in a million times is a failure.
 
 
 # %% tags=["export:preflight"]
-def surprise_score(logits: Tensor, ids: Tensor) -> float:
-    """How far the sum of -log q - H(q) of drawn tokens is from 0, in standard deviations; ``[n, V]`` and ``[n]``."""
+def completions_of(rollouts: Rollouts) -> list[list[int]]:
+    """The token ids of each completion (section 16)."""
+    return [ids[mask].tolist() for ids, mask in zip(rollouts.completion_ids, rollouts.mask, strict=True)]
+
+
+def check_variety(probe: Probe) -> tuple[str, ...]:
+    """Completions of one prompt, and of two seeds, differ as far as the policy lets them."""
+    rollouts, mask, size = probe.rollouts, probe.rollouts.mask, probe.config.num_generations
+    rows, again = completions_of(rollouts), completions_of(probe.again)
+    first = torch.arange(len(rows)) // size * size
+    logprobs = torch.maximum(probe.scored, rollouts.sampler_logprobs).where(mask, 0.0).sum(1).cpu()
+    of_group, of_seed = float(logprobs[first != torch.arange(len(rows))].sum()), float(logprobs.sum())
+    if rows == [rows[i] for i in first.tolist()] and of_group < math.log(1e-6):
+        finding = (
+            f"all {size} completions of each prompt are the same; from the policy that has probability e^{of_group:.0f}"
+        )
+        return "fail", finding, "is the sampler greedy, or does it repeat one draw? It must draw num_generations times"
+    if rows == again and of_seed < math.log(1e-6):
+        finding = (
+            f"another seed gives the same {len(rows)} completions; from the policy that has probability e^{of_seed:.0f}"
+        )
+        return "fail", finding, "the sampler must draw with the seed that generate() is given"
+    return "pass", f"{len(set(map(tuple, rows)))} different ones among {len(rows)} completions"
+
+
+# %% [markdown]
+# Log-probs can be right and the draws still come from elsewhere: an engine that samples at one temperature and reports at
+# another, or takes the likeliest token. If a token is drawn from $q$, the expectation of its $-\log q$ is the entropy
+# $H(q)$. So the sum of $-\log q(a_t) - H(q_t)$ over the tokens has mean 0, and a variance that is known too, $\sum_t
+# \mathrm{Var}_{q_t}[\log q_t]$; in units of its root, a sum beyond ±6 does not happen by chance. (Only the beginnings of
+# the rows count: a last token was picked because it is the last, that is, often a stop token.)
+#
+# The score of a small fault grows as the root of the number of tokens. A sampler that draws the arithmetic answers at
+# temperature 0.7 and reports the log-probs of 1 is near -2 after the 219 tokens of 64 completions, which says nothing,
+# and near -8 after 3,600. So more is drawn until 3,600 tokens are judged, at most fifteen times, and not beyond 20,000
+# tokens with their prompts: a large model is not asked for minutes.
+
+
+# %% tags=["export:preflight"]
+def surprises(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """-log q - H(q) of drawn tokens, and the variance of log q, ``[n]`` each; ``logits [n, V]``, ``ids [n]``."""
     logq = logits.log_softmax(-1)
     q, logq = logq.exp(), logq.clamp(min=-1e4)
     entropy = -(q * logq).sum(-1)
     variance = (q * logq.square()).sum(-1) - entropy.square()
-    surprise = -logq.gather(1, ids[:, None])[:, 0] - entropy
+    return -gather_logprobs(logits, ids).clamp(min=-1e4) - entropy, variance
+
+
+def surprise_score(surprise: Tensor, variance: Tensor) -> float:
+    """How far the sum of `surprises` ``[n]`` is from 0, in standard deviations (section 16)."""
     inside = surprise < 1e3  # the others are at the edge of top-k or top-p, or were not drawn from q
     return float(surprise[inside].sum() / variance[inside].sum().clamp(min=1e-6).sqrt())
 
 
 # %% tags=["export:preflight"]
+def beginnings(probe: Probe, tokens: int = 3600) -> list[Rollouts]:
+    """Up to 16 draws that hold ``tokens``, of up to 64 rows each and cut to the columns that suffice (section 16)."""
+    draws, judged, read = [], 0, 0
+    more = (probe.generate(probe.prompts, seed=1000 * number) for number in range(2, 16))
+    for drawn in itertools.chain([probe.rollouts, probe.again], more):
+        read += int(drawn.mask.sum() + drawn.prompt_mask.sum())
+        rows = torch.arange(min(64, len(drawn)), device=drawn.mask.device)
+        draws.append(drawn.select(rows).trim(min(64, -(-tokens // len(rows)))))
+        judged += int(draws[-1].mask.sum())
+        if judged >= tokens or read >= 20_000:
+            break
+    return draws
+
+
+@torch.no_grad()
+def surprises_of(probe: Probe, rollouts: Rollouts, temperature: float) -> Tensor:
+    """`surprises` of all tokens, ``[2, n]``, by the model with the run's settings but this temperature (section 16)."""
+
+    def compute(piece):
+        logits = completion_logits(probe.model, piece.prompt_ids, piece.prompt_mask, piece.completion_ids)
+        logits = sampling_logits(logits.flatten(0, 1), probe.config, temperature)
+        return surprises(logits, piece.completion_ids.flatten())
+
+    return torch.stack(in_pieces(compute, rollouts, max_tokens=512))[:, rollouts.mask]
+
+
 def check_draws(probe: Probe) -> tuple[str, ...]:
     """Tokens are drawn from the distribution that is reported."""
-    early = torch.arange(probe.picked.shape[1], device=probe.picked.device) < 4
-    early, ids = early.expand(probe.picked.shape)[probe.picked], probe.rollouts.completion_ids[probe.picked]
-    temperatures = {probe.config.temperature, probe.temperature}
-    logits = [sampling_logits(probe.logits[early], probe.config, temperature) for temperature in temperatures]
-    z = min((surprise_score(each, ids[early]) for each in logits), key=abs)
+    draws = beginnings(probe)
+    found = [
+        torch.cat([surprises_of(probe, rollouts, temperature) for rollouts in draws], 1)
+        for temperature in {probe.config.temperature, probe.temperature}
+    ]
+    z = min((surprise_score(*each) for each in found), key=abs)
     finding = (
-        f"{int(early.sum())} drawn tokens are as likely as tokens of the policy are, to {z:+.1f} standard deviations"
+        f"{found[0].shape[1]} drawn tokens are as likely as tokens of the policy are, to {z:+.1f} standard deviations"
     )
     if abs(z) <= 4:
         return "pass", finding
-    kind = "too likely: is it greedy, or colder" if z < 0 else "too unlikely: is it hotter"
+    kind = "too likely: is it greedy, colder, or cut by top-p" if z < 0 else "too unlikely: is it hotter"
     remedy = f"the sampler draws tokens that are {kind} than the log-probs that it reports?"
     return "fail" if abs(z) > 6 else "warn", finding, remedy
 
@@ -2836,12 +3445,47 @@ def check_gap(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
+# **Does the optimiser step the model?** It holds the weights that were trainable when the trainer was made, or float32 copies
+# of them. Weights that are frozen or replaced afterwards it does not reach, and copies of earlier values would undo what was
+# loaded since. And a step must not be lost in rounding: AdamW changes a weight by about the learning rate, and in bfloat16
+# a weight of 0.02 does not notice a change of less than 0.00006.
+
+
+# %% tags=["export:preflight"]
+@torch.no_grad()
+def check_weights(probe: Probe) -> tuple[str, ...]:
+    """The optimiser steps the model's trainable weights, and by enough."""
+    learner, rate = probe.trainer.learner, probe.config.learning_rate
+    stepped = {id(weight) for weight in learner.weights}
+    missed = [
+        name for name, weight in probe.model.named_parameters() if weight.requires_grad != (id(weight) in stepped)
+    ]
+    remedy = "freeze, replace or load weights first, then make the Trainer"
+    if missed:
+        return "fail", f"{len(missed)} parameters were frozen or replaced since, such as {missed[0]}", remedy
+    pairs = zip(learner.weights, learner.masters, strict=True)
+    if stale := sum(not master.to(weight.dtype).equal(weight) for weight, master in pairs):
+        return (
+            "fail",
+            f"{stale} parameters are not what their master weights say, which the first step brings back",
+            remedy,
+        )
+    count = sum(weight.numel() for weight in learner.masters)
+    share = sum(int((weight + rate == weight).sum()) for weight in learner.masters) / count
+    finding = f"a step of learning_rate {rate:g} is rounded to nothing in {share:.0%} of {count} weights"
+    if share > 0.5:
+        return "warn", finding, "set master_weights, which are float32, or raise learning_rate"
+    return "pass", finding
+
+
+# %% [markdown]
 # **Does a sync reach every weight?** One has to change the weights to see it, and leave no trace. There is a change that can
 # be undone to the last bit and needs no copy: flip signs. Every parameter gets half of its columns negated, another half
 # for each, and the same flips bring it back; only a parameter that is all zero, as a fresh adapter's or bias, is filled and
 # emptied again. The change is so rough that a single norm's weight left behind shows in the log-probs. Then the sampler is
 # told, draws, and is compared with the changed model. If it is off, two more questions find the cause: does it agree with
-# the weights *before* the sync? With the changed ones, but for one parameter?
+# the weights *before* the sync? With the changed ones, but for one parameter? And after the next sync it has to draw from the
+# policy again: a sampler that kept the changed weights would begin the run with them.
 
 
 # %% tags=["export:preflight"]
@@ -2878,13 +3522,14 @@ def weights_changed(model, but: str | None = None) -> Iterator[None]:
 
 # %% tags=["export:preflight"]
 def check_sync(probe: Probe) -> tuple[str, ...]:
-    """New weights reach the sampler, every one."""
+    """New weights reach the sampler, every one, and the policy's come back to it."""
     model, config = probe.model, probe.config
 
-    def difference(weights):
+    def difference(rollouts, weights):
+        picked = first_and_last_tokens(rollouts.mask)
         with weights:
-            logits = plain_logits(model, changed, picked)
-        return float(sampler_difference(logits, changed, picked, config, probe.temperature).mean())
+            logits = plain_logits(model, rollouts, picked)
+        return float(sampler_difference(logits, rollouts, picked, config, probe.temperature).mean())
 
     try:
         with weights_changed(model):
@@ -2892,18 +3537,28 @@ def check_sync(probe: Probe) -> tuple[str, ...]:
             changed = probe.generate(probe.prompts[:2], seed=2)
     finally:
         probe.sampler.sync(model)
-    picked = first_and_last_tokens(changed.mask)
+    back = probe.generate(probe.prompts[:2], seed=2)
     before = float(sampler_difference(probe.logits, probe.rollouts, probe.picked, config, probe.temperature).mean())
-    gap, limit = difference(weights_changed(model)), 3 * max(before, allowed_difference(model))
+    gap, limit = difference(changed, weights_changed(model)), 3 * max(before, allowed_difference(model))
     if gap <= limit:
-        return "pass", f"with other weights, sampler and trainer differ by {gap:.1g} nats per token"
+        after = difference(back, nullcontext())
+        if after <= limit:
+            return (
+                "pass",
+                f"with other weights, sampler and trainer differ by {gap:.1g} nats per token, then {after:.1g}",
+            )
+        return (
+            "fail",
+            f"the sampler did not take the policy's weights back: after a second sync the two differ by {after:.2g} nats",
+            "sync(model) must take over every parameter, every time it is called",
+        )
     finding = (
         f"after a sync of other weights, sampler and trainer differ by {gap:.2g} nats per token ({before:.1g} before)"
     )
-    if difference(nullcontext()) <= limit:
+    if difference(changed, nullcontext()) <= limit:
         return "fail", f"{finding}: it has the weights of before", "sync(model) must take them over before it returns"
     for name, weight in model.named_parameters():
-        if weight.requires_grad and difference(weights_changed(model, name)) < gap / 3:
+        if weight.requires_grad and difference(changed, weights_changed(model, name)) < gap / 3:
             return "fail", f"{finding}: {name} did not arrive", "sync(model) must take over every parameter"
     return "fail", f"{finding}: several parameters did not arrive", "sync(model) must take over every parameter"
 
@@ -2940,33 +3595,26 @@ def check_reference(probe: Probe) -> tuple[str, ...]:
 
 
 # %% [markdown]
-# **The reward** meets the completions that it will meet in the run, under a time limit, and after them two that come
-# sooner or later: an empty one, and one of random tokens. The limit is an alarm, which ends the call wherever it stands,
-# in the main thread; elsewhere there is none.
+# **The critic**, where there is one, gives a number to every token.
 
 
 # %% tags=["export:preflight"]
-class TooSlow(BaseException):
-    """Raised by `time_limit`; no Exception, so that a function that catches those does not swallow it (section 16)."""
+@torch.no_grad()
+def check_critic(probe: Probe) -> tuple[str, ...]:
+    """The critic's values are finite."""
+    critic, rollouts = probe.trainer.critic, probe.rollouts
+    if critic is None:
+        return "pass", "none, as the advantages need no values"
+    values = predict_values(critic, rollouts, token_budget(rollouts, probe.config))[0][rollouts.mask]
+    if bad := int((~values.isfinite()).sum()):
+        remedy = "look at the weights of the critic and of its head: build_critic(model) makes a new one"
+        return "fail", f"{bad} of {len(values)} values are not finite", remedy
+    return "pass", f"values from {values.min():.2g} to {values.max():.2g}"
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TooSlow` in the body after ``seconds``; without effect outside of the main thread (section 16)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_):
-        raise TooSlow
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+# %% [markdown]
+# **The reward** meets the completions that it will meet in the run, under a time limit, and after them two that come
+# sooner or later: an empty one, and one of random tokens.
 
 
 # %% tags=["export:preflight"]
@@ -2975,9 +3623,10 @@ def grade_odd_texts(probe: Probe) -> None:
     size, generator = probe.config.max_completion_length, torch.Generator().manual_seed(0)
     noise = probe.tokenizer.decode(torch.randint(len(probe.tokenizer), (size,), generator=generator))
     try:
-        ask_reward(probe.trainer.task.reward, [probe.examples[0], probe.examples[-1]], ["", noise])
+        examples = [probe.examples[0], probe.examples[-1]]
+        ask_reward(probe.trainer.task.reward, examples, ["", noise], probe.reward_seconds)
     except RewardError as error:
-        finding = f"{str(error).partition('; ')[0]}, asked about an empty completion and {noise[:30]!r}"
+        finding = f"{str(error).rpartition('; ')[0]}, asked about an empty completion and {noise[:30]!r}"
         raise RewardError(
             f"{finding}; a policy says such things: have it return a number or None for any text"
         ) from error
@@ -2988,19 +3637,12 @@ def check_reward(probe: Probe) -> tuple[str, ...]:
     """The reward function answers, in time, for any text."""
     count, started = len(probe.rollouts), time.perf_counter()
     try:
-        with time_limit(probe.reward_seconds):
-            graded = probe.graded
-            seconds = time.perf_counter() - started
-            grade_odd_texts(probe)
+        graded = probe.graded
+        seconds = time.perf_counter() - started
+        grade_odd_texts(probe)
     except RewardError as error:
-        finding, _, remedy = str(error).partition("; ")
+        finding, _, remedy = str(error).rpartition("; ")
         return "fail", finding, remedy
-    except TooSlow:
-        return (
-            "fail",
-            f"no answer for {count} completions within {probe.reward_seconds:g} s",
-            "give the reward function a time limit for each completion (section 15 shows how)",
-        )
     missing, rewards = int((~graded.graded).sum()), graded.rewards[graded.graded]
     if missing == count:
         return "fail", f"none of {count} completions could be graded: all None", "look at the reward's None cases"
@@ -3079,13 +3721,22 @@ def setup_of(config: TrainConfig, **others) -> Setup:
     return Setup(**settings | others)
 
 
+def adapter_of(config: TrainConfig) -> Callable:
+    """What makes a loaded model the one that learns: gives it its adapter with ``config.use_peft`` (section 16)."""
+    if not config.use_peft:
+        return as_it_is
+    lora = {"r": config.lora_r, "alpha": config.lora_alpha, "target_modules": config.lora_target_modules}
+    return partial(add_adapter, **lora, seed=config.seed)
+
+
 def check_memory(probe: Probe) -> tuple[str, ...]:
     """A step fits into what is free."""
     trainer = probe.trainer
     models = {"reference": trainer.reference is not None, "critic": trainer.critic is not None}
     try:
         setup = setup_of(probe.config, max_prompt_length=max(map(len, probe.prompts)), **models)
-        residents = plan(shape_of(probe.model.config, probe.model.dtype), setup).residents
+        shape = shape_of(probe.model.config, probe.model.dtype, adapter_of(probe.config))
+        residents = plan(shape, setup).residents
     except ValueError as error:
         return "skip", str(error)
     peak = Plan(tuple(part for part in residents if part.owner != "engine")).peak  # an engine has its share by now
@@ -3117,21 +3768,25 @@ CHECKS = {
     "truncation": (check_truncation, ("stop token", "first ratio")),
     "alignment": (check_alignment, ("first ratio",)),
     "temperature": (check_temperature, ("alignment",)),
-    "draws": (check_draws, ("stop token", "alignment")),
+    "variety": (check_variety, ("first ratio",)),
+    "draws": (check_draws, ("stop token", "alignment", "variety")),
     "sampler gap": (check_gap, ("alignment",)),
+    "weights": (check_weights, ()),
     "weight sync": (check_sync, ("sampler gap",)),
     "reference": (check_reference, ("first ratio",)),
+    "critic": (check_critic, ("first ratio",)),
     "reward": (check_reward, ("completions",)),
-    "signal": (check_signal, ("stop token", "first ratio", "reward")),
+    "signal": (check_signal, ("stop token", "variety", "reward")),
     "memory": (check_memory, ()),
 }
 
 
-def preflight(trainer: Trainer, reward_seconds: float = 60.0) -> list[Check]:
+def preflight(trainer: Trainer, reward_seconds: float | None = None) -> list[Check]:
     """Every check of a trainer that is ready to start, in the order of CHECKS (section 16).
 
     Weights, optimisers, generators and the order of the prompts are afterwards what they were, to the last bit. The reward
-    function has ``reward_seconds`` for up to 64 completions, in the main thread.
+    function has ``reward_seconds`` for up to 64 completions, by default ``config.reward_timeout``, or 60. It may be called
+    from any thread; outside of the main thread a reward function that does not answer is left running (`within`).
     """
     found = {}
     with generators_kept():
@@ -3208,23 +3863,34 @@ for name, parts in broken.items():
 # ## The command line
 #
 # `lmrl train` builds the pieces from a `TrainConfig`, hands them to the trainer and prints where the results are. What
-# the user handed over wrongly becomes one line and exit code 2; a fault of ours keeps its traceback.
+# the user handed over wrongly becomes one line and exit code 2; a fault of ours keeps its traceback. The problems and the
+# reward come first: they are the user's own, so that most mistakes are there, and nothing else has to be loaded to see them.
+#
+# A very small model gets one thread on a CPU. Threads wait for each other after every operation, and where the operation is
+# small and another program has the core, they wait long. Measured on two cores, one of them busy with other work, for steps of
+# completions of 32 tokens: with 80,000 parameters two threads took 0.7 to 0.9 of the time of one for 64 to 256 completions,
+# and for 32 completions, in two rounds, 9 and 66 times as long. From 160,000 to 2 million parameters they took 0.6 to 1.1 of it,
+# and up to 1.9 in the busier round. So the limit lies between; who sets `OMP_NUM_THREADS` has chosen.
 
 
 # %% tags=["export:cli"]
+ONE_THREAD = 150_000  # a model with fewer parameters gets one
+
+
 def build_trainer(config: TrainConfig) -> Trainer:
     """Load task, model, tokenizer and sampler as ``config`` says and hand them to a `Trainer` (section 16)."""
     check_config(config)
+    require_compiling(config)
     checkpoint = None if config.resume is None else checkpoint_to_resume(config)
     if checkpoint is None:
         free_run_folder(config)
-    task, tokenizer, model = load_parts(config)
-    if config.use_peft:
-        lora = {"r": config.lora_r, "alpha": config.lora_alpha, "target_modules": config.lora_target_modules}
-        add_adapter(model, **lora, seed=config.seed)
+    task = load_problems(config)
+    require_packages(config)
+    tokenizer, model = load_model(config)
+    model = adapter_of(config)(model)
     sampler = build_sampler(replace(config, use_vllm=False), task, tokenizer, model)
     reference = load_reference(model) if config.beta != 0.0 else None
-    critic = load_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model, shared=config.share_critic_trunk) if config.advantage_estimator == "gae" else None
     trainer = Trainer(config, model, tokenizer, task, sampler, reference, critic)
     if checkpoint is not None:
         restore(trainer, checkpoint)
@@ -3242,20 +3908,50 @@ def checkpoint_to_resume(config: TrainConfig) -> Path:
     return checkpoint
 
 
-def load_parts(config: TrainConfig) -> tuple:
-    """The task, the tokenizer and the model that ``config`` names (section 16)."""
-    device = find_device(config.device)
-    task = load_task(config.task, seed=config.seed)
-    if config.model == "tiny" and config.task.partition(":")[0] not in ("arithmetic", "jsonl", "datasets"):
+def load_problems(config: TrainConfig) -> Task:
+    """The task that ``config`` names, with the reward that it names (section 16)."""
+    if config.model == "tiny" and config.task.partition(":")[0] in ("countdown", "reasoning_gym"):
         raise ValueError(f"model 'tiny' reads only digits, + and =; pass --model for task {config.task}")
+    task = load_task(config.task, seed=config.seed)
     if config.reward is not None:
         task = replace(task, reward=load_reward(config.reward))
-    if config.model == "tiny":
-        torch.set_num_threads(1)  # at this size a second thread gains nothing, and on a busy machine they wait in turns
-        path = warm_start_folder(config.seed)
-    else:
-        path = resolve_model_path(config.model)
-    return task, load_tokenizer(path), load_policy(path, dtype=config.dtype, device=device)
+    try:
+        require_columns(task)
+    except ValueError as error:
+        if config.reward is None:
+            raise
+        raise ValueError(f"{error}; or leave {config.reward} out: --reward None takes the task's own reward") from error
+    return task
+
+
+def require_compiling(config: TrainConfig) -> None:
+    """ValueError for compiled layers beside an engine on a CPU, where nothing would be compiled (section 16)."""
+    if config.torch_compile and config.use_vllm and find_device(config.device).startswith("cpu"):
+        raise ValueError(
+            "torch_compile and use_vllm exclude each other on a CPU: the engine is started with PyTorch's compiler switched "
+            "off for the whole process (section 14), so that nothing would be compiled; leave one of them out"
+        )
+
+
+def require_packages(config: TrainConfig) -> None:
+    """Import what a run needs later, so that a missing package is named before there is a folder (section 16)."""
+    optional_import("lmrl.figures.trainer", "train")
+    tracker_modules(config.report_to)
+
+
+def load_model(config: TrainConfig) -> tuple:
+    """The tokenizer and the model that ``config`` names; ImportError before that if it names vLLM in vain (section 16)."""
+    device, tiny = find_device(config.device), config.model == "tiny"
+    chosen = "OMP_NUM_THREADS" in os.environ  # by the user: vLLM's import sets it too
+    if config.use_vllm:
+        import_vllm(device.split(":")[0])
+    if tiny and not chosen:
+        torch.set_num_threads(1)  # the warm start learns, too
+    path = warm_start_folder(config.seed) if tiny else resolve_model_path(config.model)
+    tokenizer, model = load_tokenizer(path), load_policy(path, dtype=config.dtype, device=device)
+    if model.device.type == "cpu" and parameter_count(model) < ONE_THREAD and not chosen:
+        torch.set_num_threads(1)
+    return tokenizer, model
 
 
 def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
@@ -3272,6 +3968,11 @@ def build_sampler(config: TrainConfig, task: Task, tokenizer, model) -> Sampler:
     )
 
 
+def closed_at_the_end(sampler: Sampler):
+    """``sampler`` as what a ``with`` takes: an engine is closed at its end, the model's own sampler needs nothing."""
+    return sampler if isinstance(sampler, VLLMSampler) else nullcontext()
+
+
 # %% tags=["export:cli"]
 def train(config: TrainConfig) -> int:
     """Run ``lmrl train``; returns the exit code: 0, or 130 after Ctrl-C or SIGTERM (section 16)."""
@@ -3279,18 +3980,22 @@ def train(config: TrainConfig) -> int:
         raise ValueError(
             "lmrl train is one process on one device: start it without torchrun; several come in section 17"
         )
-    plot = optional_import("lmrl.figures.trainer", "train").learning_curve
-    tracker_modules(config.report_to)  # needed later: fail now, before there is a folder
-    if config.use_vllm:
-        import_vllm(find_device(config.device).split(":")[0])
+    if config.resume is not None:
+        require_checkpoints(Path(config.resume))
+    with nullcontext() if config.resume is None else locked(Path(config.resume)):  # before its newest is looked for
+        return run_and_tell(config)
+
+
+def run_and_tell(config: TrainConfig) -> int:
+    """`run`, with what it needs built before and its results printed after; the exit code of `train` (section 16)."""
     trainer = build_trainer(config)
     if config.max_prompt_length is not None:
         left = f"{len(trainer.task.train)} prompts to train on and {len(trainer.task.heldout)} held out are left"
         print(f"{trainer.dropped_prompts} prompts of more than {config.max_prompt_length} tokens dropped; {left}")
-    with trainer.sampler if config.use_vllm else nullcontext():
+    with closed_at_the_end(trainer.sampler):
         if config.preflight and config.resume is None:  # a run that goes on has left its beginning
             require_preflight(trainer)
-        result = run(trainer, plot)
+        result = run(trainer, optional_import("lmrl.figures.trainer", "train").learning_curve)
     step = f"after {trainer.steps_done} of {config.max_steps} steps"
     print(f"pass@1 on held-out problems: {result.before} before, {result.after} {step}")
     print(f"well-formed answers: {result.before.well_formed:.3f} before, {result.after.well_formed:.3f} after")
@@ -3306,15 +4011,21 @@ def train(config: TrainConfig) -> int:
 
 
 # %% [markdown]
-# `lmrl check` takes the settings of `lmrl train`, and does of it what comes before the first step.
+# `lmrl check` takes the settings of `lmrl train`, and does of it what comes before the first step. Prompts that the tokenizer
+# cannot read leave nothing to judge: they are the one failure in its table.
 
 
 # %% tags=["export:cli"]
 def check_setup(config: TrainConfig) -> int:
     """Run ``lmrl check``; returns the exit code: 1 if a check failed, else 0 (section 16)."""
-    trainer = build_trainer(replace(config, name=None))
-    with trainer.sampler if config.use_vllm else nullcontext():
-        checks = preflight(trainer)
+    check_config(config)  # its name too, though a folder of that name may be there already
+    try:
+        trainer = build_trainer(config if config.resume else replace(config, name=None))
+        with closed_at_the_end(trainer.sampler):
+            checks = preflight(trainer)
+    except PromptError as error:
+        unjudged = [Check(name, "skip", "not judged: prompts") for name in CHECKS]
+        checks = [Check("prompts", "fail", str(error), "repair these prompts, or leave them out"), *unjudged]
     print(preflight_table(checks))
     return int(any(check.status == "fail" for check in checks))
 
@@ -3322,7 +4033,9 @@ def check_setup(config: TrainConfig) -> int:
 # %% [markdown]
 # `lmrl eval` measures what a run left behind, or any other model. Given the folder of a run, or a checkpoint in it, it
 # takes the run's settings: the same task, the same held-out problems, the same sampling. With the run's own number of
-# answers it therefore repeats the run's last measurement to the digit; by default it draws more of them, for pass@k.
+# answers it therefore repeats the run's last measurement to the digit; by default it draws more of them, for pass@k. What
+# was measured is named with its step, on the screen and in eval.json: the folder `checkpoint/` holds another one later. The
+# run's own reward function stays too, also on another `--task`, and is named; `--reward None` takes the task's.
 
 
 # %% tags=["export:cli"]
@@ -3366,17 +4079,26 @@ def settings_of_run(models: list[str], default: EvalConfig) -> EvalConfig:
 
 
 # %% tags=["export:cli"]
+def name_and_step(model: str) -> str:
+    """``model``, and of a checkpoint the step after which it was written (section 16)."""
+    file = Path(model) / "lmrl.json"
+    return f"{model} (step {json.loads(file.read_text())['step']})" if file.is_file() else model
+
+
 def evaluate_model(config: EvalConfig) -> int:
     """Run ``lmrl eval``; returns the exit code (section 16). ValueError for settings that cannot work."""
     check_config(config)
-    task, tokenizer, model = load_parts(config)
+    task, measured = load_problems(config), name_and_step(config.model)
+    tokenizer, model = load_model(config)
     if config.max_prompt_length is not None:
         task, _ = drop_long_prompts(task, tokenizer, config.max_prompt_length)
     sampler = build_sampler(config, task, tokenizer, disable_dropout(model))
-    with sampler if config.use_vllm else nullcontext():
+    with closed_at_the_end(sampler):
         result = measure(sampler, tokenizer, task, config, config.eval_seed)
     answers = f"{len(result.right)} held-out problems, {config.num_eval_generations} answers each"
-    print(f"{config.model} on {config.task}: {answers}, temperature {config.temperature:g}")
+    print(f"{measured} on {config.task}: {answers}, temperature {config.temperature:g}")
+    if config.reward is not None:
+        print(f"graded by {config.reward}; --reward None takes the task's own reward")
     print(evaluation_table(result))
     folder = numbered_folder(Path(config.output_dir), "eval")
     folder.mkdir(parents=True)
@@ -3384,7 +4106,8 @@ def evaluate_model(config: EvalConfig) -> int:
     (folder / "samples.jsonl").write_text("".join(map(json_line, result.samples)))
     numbers = {f"pass@{k}": interval for k, interval in result.pass_at().items()}
     numbers |= {name: getattr(result, name) for name in ("reward", "well_formed", "truncated", "ungraded")}
-    (folder / "eval.json").write_text(json.dumps({"results": numbers, "settings": asdict(config)}, indent=2) + "\n")
+    record = {"model": measured, "results": numbers, "settings": asdict(config)}
+    (folder / "eval.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"results: {folder}/ (samples.txt to read, samples.jsonl, eval.json)")
     return 0
 
@@ -3438,7 +4161,9 @@ print(readable_samples(before).partition("=== problem 3")[0])
 
 # %% [markdown]
 # `lmrl plan` takes the settings of `lmrl train`, and a few that a plan alone needs, and prints section 12's table:
-# change the verb of a command to know what it will take. It loads no weights.
+# change the verb of a command to know what it will take, and what would help where that is too much. It loads no weights.
+# With `--use-peft` it gives the model without weights its adapter, so that what is frozen counts as that. As in TRL,
+# `per_device_train_batch_size` is the batch of each of `--world-size` GPUs: more of them make a step of more completions.
 
 
 # %% tags=["export:cli"]
@@ -3457,27 +4182,36 @@ class PlanConfig(TrainConfig):
     fused_logits: bool = True
     """Log-probs without the logits of a whole batch, as the trainer has them (section 11)."""
     world_size: int = 1
-    """GPUs that share the step: its completions, and by FSDP the models (section 12)."""
+    """GPUs, each with per_device_train_batch_size completions at once; by FSDP they share the models (section 12)."""
 
 
 def plan_memory(config: PlanConfig) -> int:
     """Run ``lmrl plan``; returns the exit code (section 16). ValueError for settings that cannot work."""
     check_config(config)
     tiny, dtype = config.model == "tiny", getattr(torch, config.dtype)
-    policy = shape_of(build_policy(build_tokenizer()).config if tiny else load_config(config.model), dtype)
-    reward_model = policy
-    if config.reward_model != "same":
-        reward_model = None if config.reward_model is None else shape_of(load_config(config.reward_model), dtype)
+    model = build_policy(build_tokenizer()).config if tiny else load_config(config.model)
+    policy, reward_model = shape_of(model, dtype, adapter_of(config)), None
+    if config.reward_model is not None:
+        reward_model = shape_of(model if config.reward_model == "same" else load_config(config.reward_model), dtype)
     room = 512 if policy.positions is None else policy.positions - config.max_completion_length
     default = 8 if tiny else max(1, min(512, room))
     setup = setup_of(
         config,
+        completions=config.completions_per_step * config.world_size,
         max_prompt_length=default if config.max_prompt_length is None else config.max_prompt_length,
         reference=config.beta != 0.0,
         critic=config.critic or config.advantage_estimator == "gae",
         reward_model=reward_model,
     )
     print(plan_table(policy, setup))
+    if config.max_prompt_length is None:
+        print(
+            f"(with prompts of {setup.max_prompt_length} tokens: an assumption; --max-prompt-length says how long they are)"
+        )
+    if not all(fits(policy, setup, size) for size in GPU_SIZES):
+        adapter = None if config.use_peft or find_spec("peft") is None else adapter_of(replace(config, use_peft=True))
+        adapted = None if adapter is None else shape_of(model, dtype, adapter)
+        print(*(f"{line}\n" for line in hints(policy, setup, adapted)), sep="", end="")
     return 0
 
 
@@ -3485,20 +4219,21 @@ def plan_memory(config: PlanConfig) -> int:
 # One run says little. What a setting does shows when two runs stand side by side, and `lmrl report RUN RUN …` puts them
 # on one page: the curves of every metric, the settings in which they differ, and answers to the same problems before and
 # after. The page is one file without any link, so that it can be kept, or sent to someone. First, what a run left behind
-# is read back.
+# is read back. The answers in samples.jsonl are those of one problem after those of another, the same number to each.
+# A file that is no run's is named.
 
 
 # %% tags=["export:report"]
 @dataclass(frozen=True)
 class RunRecord:
     """What the folder of a run holds (section 16): its settings, a record of metrics per step, its held-out answers by when
-    they were sampled, and the results of every `lmrl eval` in it."""
+    they were sampled, and of every `lmrl eval` in it the model and its pass@k."""
 
     name: str
     settings: dict
     metrics: list[dict[str, float]]
     samples: dict[str, list[dict]]
-    evaluations: dict[str, dict]
+    evaluations: dict[str, tuple[str, dict[str, Interval]]]
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The steps at which ``metric`` was logged, and its values; for "pass@1" those on held-out problems."""
@@ -3510,17 +4245,17 @@ class RunRecord:
             points += [(self.metrics[-1]["step"], after.mean)] if after else []
         return [step for step, _ in points], [value for _, value in points]
 
-    def problems(self, when: str) -> dict[str, list[dict]]:
-        """The answers sampled ``when``, "before" or "after", by problem."""
-        found = {}
-        for row in self.samples.get(when, []):
-            found.setdefault(prompt_text(row["prompt"]), []).append(row)
-        return found
+    def problems(self, when: str) -> list[list[dict]]:
+        """The answers sampled ``when``, "before" or "after", by problem; two problems may have the same prompt."""
+        rows, n = (
+            self.samples.get(when, []),
+            self.settings.get("num_eval_generations", TrainConfig.num_eval_generations),
+        )
+        return [rows[start : start + n] for start in range(0, len(rows), n)]
 
     def pass_at_1(self, when: str) -> Interval | None:
         """Held-out pass@1 "before" or "after", with its 95 % interval; None if it was not measured."""
-        problems = self.problems(when).values()
-        shares = [sum((row["reward"] or 0) >= 1 for row in rows) / len(rows) for rows in problems]
+        shares = [sum((row["reward"] or 0) >= 1 for row in rows) / len(rows) for rows in self.problems(when)]
         return interval_over_problems(torch.tensor(shares)) if shares else None
 
 
@@ -3532,17 +4267,61 @@ def read_run(folder: str) -> RunRecord:
     place = Path(folder)
     if not (place / "metrics.jsonl").is_file() or not (place / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a run: it needs config.json and metrics.jsonl")
-    metrics, samples, file = read_metrics(place / "metrics.jsonl"), {}, place / "samples.jsonl"
+    metrics, samples = read_metrics(place / "metrics.jsonl"), {}
     if not metrics:
         raise ValueError(f"{folder} has no step yet; its metrics.jsonl is empty")
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        row = json.loads(line)
-        samples.setdefault(row["when"], []).append(row)
-    settings = json.loads((place / "config.json").read_text())
-    evaluations = {
-        path.parent.name: json.loads(path.read_text())["results"] for path in sorted(place.glob("*/eval.json"))
-    }
+    if (place / "samples.jsonl").is_file():
+        samples = read_answers(place / "samples.jsonl")
+    settings = read_object(place / "config.json")
+    evaluations = {path.parent.name: read_measurement(path) for path in sorted(place.glob("*/eval.json"))}
     return RunRecord(place.resolve().name, settings, metrics, samples, evaluations)
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object in the file ``path``; ValueError for anything else (section 16)."""
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give the run its own file back") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object; give the run its own file back")
+    return found
+
+
+def read_answers(path: Path) -> dict[str, list[dict]]:
+    """The lines of a ``samples.jsonl`` by when they were sampled; ValueError names one that is no answer (section 16)."""
+    samples = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            prompt_text(row["prompt"]), counted_answers([row])  # as the page will show it
+            samples.setdefault(row["when"], []).append(row)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not an answer as a run writes it: {line[:60]!r}; move the file away, and the "
+                "report goes without answers"
+            ) from error
+    return samples
+
+
+def read_measurement(path: Path) -> tuple[str, dict[str, Interval]]:
+    """The model and its pass@k in an ``eval.json``; ValueError, with the remedy, if it is none (section 16)."""
+    try:
+        record = json.loads(path.read_text())
+        passed = {k: Interval(*map(float, value)) for k, value in record["results"].items() if k.startswith("pass@")}
+        return record.get("model") or record["settings"]["model"], passed  # earlier versions wrote no step
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not what lmrl eval writes ({type(error).__name__}: {error}); move it away, and the report goes "
+            "without it"
+        ) from error
+
+
+def read_runs(folders: Iterable[str]) -> list[RunRecord]:
+    """The runs in ``folders``, each once; their names are as long an end of their paths as tells them apart (section 16)."""
+    places = {Path(folder).resolve(): folder for folder in folders}
+    length = next(n for n in itertools.count(1) if len({place.parts[-n:] for place in places}) == len(places))
+    return [replace(read_run(folder), name=str(Path(*place.parts[-length:]))) for place, folder in places.items()]
 
 
 # %% [markdown]
@@ -3590,11 +4369,14 @@ def draw_curves(runs: list[RunRecord]) -> list[dict]:
 
 def answer_rows(run: RunRecord, problems: int) -> list[dict]:
     """The first ``problems`` held-out problems with the run's answers, counted, before and after (section 16)."""
-    before, after = run.problems("before"), run.problems("after")
-    prompts = list(before | after)[:problems]
-    answers = [[counted_answers(side.get(prompt, [])) for side in (before, after)] for prompt in prompts]
+    pairs = itertools.zip_longest(run.problems("before"), run.problems("after"), fillvalue=[])
     return [
-        {"prompt": prompt, "before": old, "after": new} for prompt, (old, new) in zip(prompts, answers, strict=True)
+        {
+            "prompt": prompt_text((old or new)[0]["prompt"]),
+            "before": counted_answers(old),
+            "after": counted_answers(new),
+        }
+        for old, new in itertools.islice(pairs, problems)
     ]
 
 
@@ -3613,7 +4395,7 @@ PAGE = """<!doctype html>
   h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
   table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top; }
   tr { border-bottom: 1px solid #ddd; } .scroll { overflow-x: auto; } .differs { background: #fff3d6; }
-  .numbers td, .numbers th { white-space: nowrap; } .numbers { margin-bottom: 1rem; }
+  .numbers td { white-space: nowrap; } .numbers { margin-bottom: 1rem; }
   .key { position: sticky; top: 0; background: #fffffff2; padding: .4rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
   .key svg { width: 2.6rem; height: .8rem; margin-right: .4rem; }
   .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem 1.5rem; }
@@ -3632,10 +4414,9 @@ PAGE = """<!doctype html>
 {% for run in runs %}<tr><td>{{ run.name }}<td>{{ run.metrics[-1].step | int }}<td>{{ run.pass_at_1("before") or "–" }}
 <td>{{ run.pass_at_1("after") or "–" }}<td>{{ latest(run) }}<td>{{ duration(run) }}</tr>{% endfor %}
 </table></div>
-{% for run in runs %}{% for name, results in run.evaluations.items() %}<div class="scroll"><table class="numbers">
-<tr><th>{{ run.name }}/{{ name }}{% for metric in results if metric.startswith("pass@") %}<th>{{ metric }}{% endfor %}</tr>
-<tr><td>{% for metric, value in results.items() if metric.startswith("pass@") %}
-<td>{{ "%.3f [%.3f, %.3f]" % (value[0], value[1], value[2]) }}{% endfor %}</tr></table></div>{% endfor %}{% endfor %}
+{% for run in runs %}{% for name, (model, passed) in run.evaluations.items() %}<div class="scroll"><table class="numbers">
+<tr><th>{{ run.name }}/{{ name }}{% for metric in passed %}<th>{{ metric }}{% endfor %}</tr>
+<tr><td>{{ model }}{% for interval in passed.values() %}<td>{{ interval }}{% endfor %}</tr></table></div>{% endfor %}{% endfor %}
 <h2>Curves</h2>
 <div class="key">{% for run in runs %}{% set color, dashes = style(loop.index0) %}<span><svg viewBox="0 0 42 12">
 <line x1="0" y1="6" x2="42" y2="6" stroke="{{ color }}" stroke-width="3" stroke-dasharray="{{ dashes | join(" ") }}"/></svg>
@@ -3672,11 +4453,11 @@ def report_page(runs: list[RunRecord], problems: int = 8) -> str:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
 
     def latest(run):
-        rewards = [record["reward"] for record in run.metrics[-20:]]
-        return f"{sum(rewards) / len(rewards):.3f}"
+        rewards = [record["reward"] for record in run.metrics[-20:] if "reward" in record]
+        return f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
 
     def duration(run):
-        seconds = sum(record["seconds"] for record in run.metrics)
+        seconds = sum(record.get("seconds", 0) for record in run.metrics)
         return (
             f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"
         )
@@ -3711,7 +4492,7 @@ def write_report(config: ReportConfig) -> int:
     """Run ``lmrl report``; returns the exit code (section 16)."""
     if not config.runs:
         raise ValueError("lmrl report needs the folder of a run, or of several: lmrl report runs/a runs/b")
-    Path(config.output).write_text(report_page([read_run(folder) for folder in config.runs], config.num_problems))
+    Path(config.output).write_text(report_page(read_runs(config.runs), config.num_problems))
     print(f"report: {config.output}")
     return 0
 
@@ -3719,8 +4500,10 @@ def write_report(config: ReportConfig) -> int:
 # %% [markdown]
 # A recipe is a file of settings. `--config configs/dapo.yaml` takes them as the defaults of the command line, whose
 # options still win; a run's own `config.json` is such a file too. A name that no setting has is refused, with the
-# nearest that one has, in the file and on the command line alike. A few settings have another name in TRL, or in its PPO
-# trainer; those are taken too.
+# nearest that one has, in the file and on the command line alike, and so is a setting that a file has twice: YAML would
+# take the last and say nothing. A few settings have another name in TRL, or in its PPO trainer; those are taken too. So are
+# lists where there may be several words, of the layers with an adapter and of where the metrics go: a list in a file, and
+# on the command line one word after the other.
 
 
 # %% tags=["export:cli"]
@@ -3735,6 +4518,14 @@ TRL_NAMES = {
 }
 
 
+LISTS = ("lora_target_modules", "report_to")  # texts that may be several words: a list in a file, words after an option
+
+
+def joined(words: list) -> str:
+    """Several words as the text that a setting holds, with commas between; a single one is itself (section 16)."""
+    return ",".join(str(word).strip() for word in words)
+
+
 def setting_name(name: str, settings: type) -> str:
     """The field of the dataclass ``settings`` that ``name`` means, in TRL's spelling or ours; hyphens are underscores.
 
@@ -3744,32 +4535,54 @@ def setting_name(name: str, settings: type) -> str:
     known = {theirs: ours for theirs, ours in TRL_NAMES.items() if ours in own} | own
     key = name.replace("-", "_")
     if key not in known:
-        near = difflib.get_close_matches(key, known, 1, 0.0)[0]
-        raise ValueError(f"there is no setting {name!r}; did you mean {near}?")
+        raise ValueError(f"there is no setting {name!r}; did you mean {nearest(key, known)}?")
     return known[key]
 
 
-def read_settings(path: str | Path, settings: type):
-    """The dataclass ``settings`` with the values of the YAML or JSON file ``path`` (section 16).
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The first of ``known`` with the initials ``name``, as learning_rate has lr, else the one most like it (section 16)."""
+    initials = [each for each in known if "".join(word[:1] for word in each.split("_")) == name]
+    return (initials or difflib.get_close_matches(name, known, 1, 0.0))[0]
 
-    Raises ValueError for a file that is not a mapping, a name that ``settings`` lacks, or a value of another type, OSError
-    for a file that cannot be read.
+
+def read_settings(path: str | Path, settings: type, default=None):
+    """The dataclass ``settings``, or its instance ``default``, with the values of the YAML or JSON file ``path`` (section 16).
+
+    Raises ValueError for a file that is not a mapping, a name that ``settings`` lacks, a setting that stands there twice, or
+    a value of another type, OSError for a file that cannot be read.
     """
     yaml = optional_import("yaml", "train")
+    if not Path(path).is_file():
+        what = "is a folder" if Path(path).is_dir() else "is not there"
+        raise FileNotFoundError(f"{path} {what}; expected a YAML or JSON file with lines of the form 'setting: value'")
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = Path(path).read_text()
+        values, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of UTF-8, or a number of thousands of digits
         raise ValueError(f"{path} is not YAML: {error}") from error
+    values = {} if tree is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected lines of the form 'setting: value'")
     types, found = {field.name: field.type for field in fields(settings)}, {}
+    lines = [] if tree is None else [(key.value, key.start_mark.line + 1) for key, _ in tree.value]
+    try:
+        once([(setting_name(written, settings), written, line) for written, line in lines])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     for written, value in values.items():
-        try:
-            name = setting_name(str(written), settings)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        name = setting_name(str(written), settings)
+        value = joined(value) if name in LISTS and type(value) is list else value
         found[name] = typed(path, written, value, get_args(types[name]) or (types[name],))
-    return settings(**found)
+    return replace(settings() if default is None else default, **found)
+
+
+def once(settings: list[tuple[str, str, int]]) -> None:
+    """ValueError if two of these settings, each with how it is written and in which line, are the same (section 16)."""
+    seen = {}
+    for name, written, line in settings:
+        if name in seen:
+            raise ValueError(f"{seen[name]} and {written} (line {line}) are the same setting; leave one of them out")
+        seen[name] = f"{written} (line {line})"
 
 
 def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
@@ -3777,12 +4590,18 @@ def typed(path: str | Path, name: str, value, types: tuple[type, ...]):
     if float in types and type(value) in (int, str):
         try:
             return float(value)
+        except OverflowError:
+            raise ValueError(f"{path}: {name} is a number of {len(str(value))} digits, which no float holds") from None
         except ValueError:
             pass
     if type(value) not in types:
-        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-        raise ValueError(f"{path}: {name} is {value!r}; expected {wanted}")
+        raise ValueError(f"{path}: {name} is {value!r}; expected {names_of_types(types)}")
     return value
+
+
+def names_of_types(types: tuple[type, ...]) -> str:
+    """Types in words, as in "float or null"."""
+    return " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
 
 
 # %%
@@ -3844,40 +4663,83 @@ def usage() -> str:
 
 # %% [markdown]
 # An option is looked up before anything reads it, so that a slip of the pen is one line with the nearest name. What stands
-# before the options is the run or the model that the command is about.
+# before the options is the run or the model that the command is about; what follows an option are its values. All errors have
+# one form, and so do those of a value. `--help` is what tyro makes of the dataclass.
 
 
 # %% tags=["export:cli"]
 def parse(command: str, arguments: list[str]):
     """The settings of ``command``: its options, on top of ``--config FILE`` or of the run that it is about (section 16).
 
-    Raises ValueError for an option that is no setting, with the nearest name, and for a wrong use of --config or --resume.
+    Raises ValueError for an option that is no setting, with the nearest name, for a value of another type, and for a wrong
+    use of --config or --resume.
     """
-    tyro = optional_import("tyro", "train")
-    settings, files, options = COMMANDS[command].settings, [], []
+    settings, files, found = COMMANDS[command].settings, [], {}
     subjects = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-    rest = iter(arguments[len(subjects) :])
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in ("--config", "--resume"):
-            files.append((name, value if equals else next(rest, "")))
+    for option, values in options_of(arguments[len(subjects) :]):
+        if option in ("-h", "--help"):
+            show_help(command)
+        elif option in ("--config", "--resume"):
+            files.append((option, *values))
         else:
-            options.append(option_name(name, settings) + equals + value if name.startswith("--") else argument)
-    if len(files) > 1 or not all(file for _, file in files):
+            name, switched_off = option_name(option, settings)
+            values = [joined(values)] if values and name in LISTS else values
+            found[name] = option_value(option, values, settings.__dataclass_fields__[name].type, switched_off)
+    if len(files) > 1 or not all(len(file) == 2 and file[1] for file in files):
         raise ValueError(
             "--config takes one file of settings, for example --config configs/dapo.yaml; in its place --resume takes the "
             "folder of a run, which has its own"
         )
-    default = settings()
-    for name, file in files:
-        default = read_settings(file, settings) if name == "--config" else settings_to_resume(file, settings)
     if subjects and COMMANDS[command].about is None:
         raise ValueError(f"lmrl {command} takes options alone, such as --model PATH, but got {subjects[0]!r}")
-    if subjects:
-        default = COMMANDS[command].about(subjects, default)
-    prog = f"lmrl {command} {COMMANDS[command].subject}".strip()
-    meaning = f"lmrl {command}: {COMMANDS[command].meaning}. --config FILE.yaml gives settings that options override."
-    return tyro.cli(settings, args=options, prog=prog, default=default, description=meaning)
+    if command == "eval" and files and files[0][0] == "--resume":
+        raise ValueError("lmrl eval goes on with nothing; leave --resume out and name the run: lmrl eval RUN")
+    default = COMMANDS[command].about(subjects, settings()) if subjects else settings()
+    # What was named is measured, whatever a file says.
+    measured = {"model": default.model} if subjects and command == "eval" else {}
+    for name, file in files:
+        default = read_settings(file, settings, default) if name == "--config" else settings_to_resume(file, settings)
+    return replace(default, **measured | found)
+
+
+def show_help(command: str) -> NoReturn:
+    """Print every setting of ``command`` with its meaning and its default, and exit (section 16)."""
+    tyro, about = optional_import("tyro", "train"), COMMANDS[command]
+    meaning = f"lmrl {command}: {about.meaning}. --config FILE.yaml gives settings that options override."
+    tyro.cli(about.settings, args=["--help"], prog=f"lmrl {command} {about.subject}".strip(), description=meaning)
+
+
+def options_of(arguments: list[str]) -> list[tuple[str, list[str]]]:
+    """``--a 1 --b=2 --c`` → ``[("--a", ["1"]), ("--b", ["2"]), ("--c", [])]`` (section 16)."""
+    found = []
+    for argument in arguments:
+        if argument.startswith("--") or argument == "-h":
+            option, equals, value = argument.partition("=")
+            found.append((option, [value] if equals else []))
+        elif not found:
+            raise ValueError(f"{argument!r} is no option; options begin with --, as --model does")
+        else:
+            found[-1][1].append(argument)
+    return found
+
+
+def option_value(option: str, values: list[str], kind, switched_off: bool):
+    """The value of a setting of type ``kind`` from what follows its ``option``; ValueError if it is none (section 16)."""
+    if kind is bool:
+        if values:
+            raise ValueError(f"{option} takes no value, but got {' '.join(values)}; an option --no-… switches it off")
+        return not switched_off
+    if get_origin(kind) is tuple:
+        return tuple(values)
+    if len(values) != 1:
+        raise ValueError(f"{option} takes one value, but got {' '.join(values) or 'none'}")
+    types = get_args(kind) or (kind,)
+    if type(None) in types and values[0] in ("None", "null"):
+        return None
+    for each in types:
+        with suppress(ValueError, TypeError):
+            return each(values[0])
+    raise ValueError(f"{option} is {values[0]!r}; expected {names_of_types(types)}")
 
 
 def settings_to_resume(folder: str, settings: type):
@@ -3886,15 +4748,13 @@ def settings_to_resume(folder: str, settings: type):
     return replace(read_settings(Path(folder) / "config.json", settings), resume=folder)
 
 
-def option_name(option: str, settings: type) -> str:
-    """``--name`` or ``--no-name`` as the dataclass ``settings`` spells it; ValueError with the nearest (section 16)."""
-    name, switched_off = option.removeprefix("--"), option.startswith("--no-")
-    if name == "help":
-        return option
+def option_name(option: str, settings: type) -> tuple[str, bool]:
+    """The setting that ``--name`` or ``--no-name`` means, and whether it is the latter; ValueError with the nearest name."""
+    name, negated = option.removeprefix("--"), option.removeprefix("--no-")
     switches = [field.name for field in fields(settings) if field.type is bool]
-    if switched_off and setting_name(name.removeprefix("no-"), settings) in switches:
-        return f"--no-{setting_name(name.removeprefix('no-'), settings).replace('_', '-')}"
-    return f"--{setting_name(name, settings).replace('_', '-')}"
+    if name != negated and option.startswith("--no-") and setting_name(negated, settings) in switches:
+        return setting_name(negated, settings), True
+    return setting_name(name, settings), False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -3902,10 +4762,20 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     transformers.utils.logging.disable_progress_bar()
     if not arguments or arguments[0] not in COMMANDS:
+        asked = arguments[:1] in (["-h"], ["--help"])
+        if arguments and not asked:
+            command = f"there is no command {arguments[0]!r}; did you mean {nearest(arguments[0], COMMANDS)}?"
+            print(f"lmrl: {command}", file=sys.stderr)
         print(usage(), file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+        return 0 if asked else 2
     try:
-        return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
+        try:
+            return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a program that SIGPIPE ended
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         print(f"lmrl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -3980,7 +4850,7 @@ results = {recipe: from_the_warm_start(recipe) for recipe in ("ppo", "grpo")}
 runs = {recipe.upper(): records for recipe, (records, _, _) in results.items()}
 for name, (_, before, after) in zip(runs, results.values(), strict=True):
     print(f"{name:5} held-out pass@1 {before} → {after}")
-    assert after.pass_at_1 - after.half_width > before.pass_at_1 + before.half_width
+    assert after.pass_at()[1].low > before.pass_at()[1].high
 show(
     side_by_side(runs),
     caption="PPO and GRPO from one warm start, one seed: faint each step, strong the mean of the latest nine. In reward "

@@ -1,8 +1,10 @@
 """Checkpoints in one process: what is in them, that it is whole, and that a restored trainer takes the same steps."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -10,25 +12,31 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from test_trainer import SMALL, count_sevens, examples, make_trainer, parameters, untimed
+from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmrl.checkpoint import (
+    EVALUATION,
     best_checkpoint,
     changed_settings,
     checkpoints_of,
     damage,
     load_optimizer,
+    locked,
     newest_checkpoint,
     optimizer_tensors,
     prune_checkpoints,
+    publish,
     read_record,
     restore,
     save_checkpoint,
     trainer_tensors,
     write_checkpoint,
+    write_pass_at_1,
 )
 from lmrl.config import TrainConfig
 from lmrl.metrics import json_line, read_metrics
+from lmrl.policy import build_tokenizer
 from lmrl.tasks import Example
 from lmrl.trainer import Trainer
 
@@ -95,6 +103,7 @@ RECIPES = {
         "warmup_steps": 3,
     },
     "ppo": {"advantage_estimator": "gae", "scale_rewards": "none", "num_iterations": 2},
+    "ppo on one trunk": {"advantage_estimator": "gae", "scale_rewards": "none", "share_critic_trunk": True},
     "a reference": {"beta": 0.05},
     "several draws": {"dynamic_sampling": True},
     "fresh endings": {"advantage_estimator": "monte_carlo", "scale_rewards": "none", "num_value_samples": 2},
@@ -245,7 +254,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     kept = []
     for step, pass_at_1 in enumerate([0.2, 0.7, None, 0.5, 0.7, 0.1, 0.0], start=1):
         trainer.steps_done = step
-        save_checkpoint(trainer, tmp_path, pass_at_1)
+        checkpoint = save_checkpoint(trainer, tmp_path)
+        if pass_at_1 is not None:
+            write_pass_at_1(checkpoint, pass_at_1)
+        prune_checkpoints(tmp_path, 2)
         kept.append([int(name[-1]) for name in names(tmp_path)])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
     assert best_checkpoint(tmp_path).name == "step-000005"
@@ -258,6 +270,129 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 def test_no_best_without_a_measurement(run_folder):
     assert best_checkpoint(run_folder) is None
+
+
+def test_pass_at_1_comes_later_and_the_checkpoint_is_whole_before_and_after(run_folder):
+    checkpoint = newest_checkpoint(run_folder)
+    assert read_record(checkpoint)["eval_pass_at_1"] is None and damage(checkpoint) is None
+    write_pass_at_1(checkpoint, 0.25)
+    assert read_record(checkpoint)["eval_pass_at_1"] == 0.25 and best_checkpoint(run_folder) == checkpoint
+    assert damage(checkpoint) is None
+    (checkpoint / "trainer" / ".unfinished-evaluation.json").write_text("{")  # a kill while it is written again
+    assert damage(checkpoint) is None and read_record(checkpoint)["eval_pass_at_1"] == 0.25
+    (checkpoint / EVALUATION).write_text('{"eval_pa')  # a torn disk: not measured, and still whole
+    assert read_record(checkpoint)["eval_pass_at_1"] is None and damage(checkpoint) is None
+
+
+def test_a_checkpoint_of_an_earlier_version_has_its_pass_at_1_among_the_settings(run_folder):
+    checkpoint = newest_checkpoint(run_folder)
+    record = json.loads((checkpoint / "trainer/state.json").read_text())
+    (checkpoint / "trainer/state.json").write_text(json.dumps({**record, "eval_pass_at_1": 0.5}))
+    assert read_record(checkpoint)["eval_pass_at_1"] == 0.5 and best_checkpoint(run_folder) == checkpoint
+
+
+def test_the_weights_are_written_once_and_have_two_names(run_folder):
+    checkpoint, folder = newest_checkpoint(run_folder), run_folder / "checkpoint"
+    publish(checkpoint, folder)
+    published = {path.name for path in folder.iterdir()}
+    assert published == {name for name in FILES if "/" not in name and name != "SHA256SUMS"}
+    shared = {name for name in published if (folder / name).samefile(checkpoint / name)}
+    assert shared == {"model.safetensors"}  # a text may be edited by hand
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data.zero_()
+    model.save_pretrained(folder)  # what a user may do with a folder of theirs
+    assert damage(checkpoint) is None and not AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.any()
+
+
+def test_where_a_file_has_one_name_alone_it_is_copied(run_folder, monkeypatch):
+    def refuse(*names):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr("lmrl.checkpoint.os.link", refuse)
+    checkpoint = newest_checkpoint(run_folder)
+    publish(checkpoint, run_folder / "checkpoint")
+    copy = run_folder / "checkpoint" / "model.safetensors"
+    assert copy.read_bytes() == (checkpoint / copy.name).read_bytes() and not copy.samefile(checkpoint / copy.name)
+
+
+# --- one process at a time ----------------------------------------------------------------------------------------------
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from lmrl.checkpoint import locked
+
+with locked(Path(sys.argv[1])):
+    child = os.fork()  # as of a pool of workers that the reward function has
+    if child:
+        print(child, flush=True)
+    time.sleep(300)
+"""
+
+
+def lock_twice(folder):
+    try:
+        with locked(folder), locked(folder):
+            return "locked"
+    except BlockingIOError as error:
+        return str(error)
+
+
+def test_a_lock_names_its_process_and_is_gone_with_it_even_if_its_children_live(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    try:
+        words = rf"another process \(number {process.pid} on .*\) writes to {tmp_path}; wait until it ends.*--resume"
+        assert re.search(words, lock_twice(tmp_path))
+        process.kill()
+        process.wait()
+        os.kill(child, 0)  # lives
+        assert lock_twice(tmp_path) == "locked"  # the same process may ask again
+        with locked(tmp_path):
+            assert (tmp_path / ".lock").read_text().startswith(f"number {os.getpid()} on ")
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch):
+    def unknown(*arguments):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("lmrl.checkpoint.fcntl.lockf", unknown)
+    with pytest.warns(UserWarning, match="cannot be locked .*not implemented.*no other process"), locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "content", ["5", "null", '{"eval_pass_at_1": "x"}', '{"eval_pass_at_1": NaN}', "[1]", "{}", "{"]
+)
+def test_a_pass_at_1_that_is_none_is_not_known(run_folder, content):
+    checkpoint = newest_checkpoint(run_folder)
+    (checkpoint / "trainer" / "evaluation.json").write_text(content)
+    assert read_record(checkpoint)["eval_pass_at_1"] is None
+    assert best_checkpoint(run_folder) is None
+
+
+@pytest.mark.parametrize("content", ["5", "null", "[1]", "{}"])
+def test_a_record_that_is_none_is_named_and_not_the_best(run_folder, content):
+    first, *_, last = checkpoints_of(run_folder)
+    write_pass_at_1(first, 0.5)
+    write_pass_at_1(last, 0.75)
+    (last / "trainer/state.json").write_text(content)
+    assert f"{last / 'trainer/state.json'} is not the record of a checkpoint; move {last} away" == refusal(
+        read_record, last
+    )
+    assert best_checkpoint(run_folder) == first
+
+
+def test_what_only_has_the_name_of_a_checkpoint_is_none(run_folder):
+    real = checkpoints_of(run_folder)
+    (run_folder / "checkpoints" / "step-000000").write_text("a file")
+    (run_folder / "checkpoints" / "step-000009").symlink_to(real[-1])
+    (run_folder / "checkpoints" / "step-²").mkdir()
+    assert checkpoints_of(run_folder) == real
+    prune_checkpoints(run_folder, 1)
 
 
 def test_steps_are_numbers_also_beyond_six_digits(tmp_path):
@@ -280,6 +415,14 @@ def test_a_failed_write_leaves_the_last_checkpoints_and_no_litter(failing, run_f
     assert names(run_folder) == ["step-000001", "step-000002", "step-000003"]
     assert all(damage(checkpoint) is None for checkpoint in checkpoints_of(run_folder))
     assert not list(run_folder.rglob(".unfinished-*"))
+
+
+def test_the_metrics_are_on_the_disk_before_their_checkpoint_is_there(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("lmrl.checkpoint.flush_to_disk", lambda path: flushed.append((path, names(tmp_path))))
+    (tmp_path / "metrics.jsonl").write_text("")
+    write_checkpoint(make_trainer(), tmp_path)
+    assert (tmp_path / "metrics.jsonl", []) in flushed and (tmp_path, []) in flushed
 
 
 FULL_DISK = """
@@ -371,6 +514,17 @@ def test_what_makes_another_run_is_refused_with_both_values(name, value):
     assert f"{name}: {getattr(SMALL, name)} -> {value}" in message and "Leave that out, or start a new run" in message
 
 
+def test_what_changes_no_number_may_change():
+    """That checkpointing changes none: test_gradient_checkpointing_keeps_less_and_changes_nothing."""
+    config = replace(SMALL, gradient_checkpointing=True, max_skipped_updates=1)
+    lines = changed_settings(record_of(SMALL), config)
+    assert lines == ["gradient_checkpointing: False -> True", "max_skipped_updates: 3 -> 1"]
+    learner = make_trainer(config).learner
+    learner.skipped_in_a_row = 2  # of the run before
+    with pytest.raises(FloatingPointError, match="3 optimiser steps in a row were skipped"):
+        learner.count(False)
+
+
 def test_a_run_cannot_end_before_where_it_is():
     with pytest.raises(ValueError, match="max_steps is 3, and the run has done 4 steps already"):
         changed_settings(record_of(SMALL), replace(SMALL, max_steps=3))
@@ -401,7 +555,37 @@ def test_other_prompts_or_another_reference_are_refused_and_change_nothing(tmp_p
     other = make_trainer(settings)
     other.task.train[3] = Example("9+9=", {"answer": "18"})
     assert "the run's prompts changed" in refusal(restore, other, checkpoint)
+    other = make_trainer(settings)
+    other.task.train[3] = replace(other.task.train[3], columns={"answer": "7"})
+    assert "the run's answers or other columns changed" in refusal(restore, other, checkpoint)
+    other = make_trainer(settings)
+    other.tokenizer = build_tokenizer("0123456789=+")  # other ids for = and +
+    assert "the run's tokenizer changed" in refusal(restore, other, checkpoint)
     assert torch.equal(parameters(other), parameters(make_trainer(settings))) and other.steps_done == 0
+
+
+def test_other_rules_of_the_tokenizer_are_refused_and_a_padded_call_or_an_older_record_is_not(tmp_path):
+    first = make_trainer()
+    checkpoint = write_checkpoint(first, tmp_path)
+    other = make_trainer()
+    other.tokenizer.backend_tokenizer.normalizer = Lowercase()
+    assert "the run's tokenizer rules changed" in refusal(restore, other, checkpoint)
+    padded = make_trainer()
+    padded.tokenizer(["1", "12"], padding=True, truncation=True, max_length=3)
+    assert refusal(restore, padded, checkpoint) == "nothing is refused"
+    record = json.loads((checkpoint / "trainer/state.json").read_text())
+    del record["tokenizer rules"]
+    (checkpoint / "trainer/state.json").write_text(json.dumps(record))
+    assert refusal(restore, other, checkpoint) == "nothing is refused"
+
+
+def test_fingerprints_are_taken_once_in_a_run(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr("lmrl.checkpoint.tokenizer_rules", lambda tokenizer: taken.append(1) or "")
+    trainer = make_trainer()
+    for _ in range(2):
+        write_checkpoint(trainer, tmp_path)
+    assert taken == [1]
 
 
 def test_frozen_weights_are_not_copied_and_have_to_be_the_same(tmp_path):
@@ -413,6 +597,15 @@ def test_frozen_weights_are_not_copied_and_have_to_be_the_same(tmp_path):
     checkpoint = write_checkpoint(frozen(0), tmp_path)
     assert refusal(restore, frozen(0), checkpoint) == "nothing is refused"
     assert "the run's frozen weights changed" in refusal(restore, frozen(1), checkpoint)
+
+
+def test_the_warning_of_another_reward_function_names_the_callers_file(tmp_path):
+    first = make_trainer()
+    other = make_trainer(reward=lambda prompts, completions, **columns: [0.0] * len(completions))
+    checkpoint = write_checkpoint(first, tmp_path)
+    with pytest.warns(UserWarning, match="the reward function is not the one") as told:
+        restore(other, checkpoint)
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_restore_refuses_other_settings(tmp_path):
@@ -441,11 +634,13 @@ def test_metrics_are_read_up_to_a_step_and_a_torn_end_is_left_out(metrics_file):
     assert read_metrics(metrics_file) == expected and read_metrics(metrics_file, 5) == expected
 
 
-@pytest.mark.parametrize("damaged", ['{"step": 2, "rew', "[1, 2]", "\x00\x00\x00", '{"reward": 1.0}'])
+@pytest.mark.parametrize(
+    "damaged", ['{"step": 2, "rew', "[1, 2]", "\x00\x00\x00", '{"reward": 1.0}', "5", '{"step": "2"}', "[" * 100_000]
+)
 def test_a_corrupted_line_is_named(damaged, metrics_file):
     lines = metrics_file.read_text().splitlines()
     metrics_file.write_text("\n".join([lines[0], damaged, *lines[2:]]) + "\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no.*; repair it, or move the file away"):
         read_metrics(metrics_file, 3)
     assert len(read_metrics(metrics_file, 1)) == 1  # beyond the checkpoint it does not matter
 

@@ -2,16 +2,20 @@ import ast
 import inspect
 import json
 import re
+import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lmrl.cli
 from lmrl.cli import COMMANDS, build_trainer, main, parse, read_settings
 from lmrl.config import TrainConfig
+from lmrl.models import adapted_layers
 from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
+from lmrl.trainer import free_run_folder
 
 QUICK = ["--max-steps", "2", "--per-device-train-batch-size", "32", "--num-eval-problems", "16", "--no-preflight"]
 
@@ -52,6 +56,35 @@ def test_the_temperature_reaches_sampler_scoring_and_reference(tmp_path, capsys)
     assert code == 0 and metrics["sampler_gap"] < 1e-3 and metrics["kl_ref"] == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """The numbers of threads that are asked for, by one to whom OMP_NUM_THREADS is open; nothing is set."""
+    asked = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    return asked
+
+
+@pytest.mark.parametrize(("width", "expected"), [(64, [1]), (128, [])])
+def test_a_very_small_model_gets_one_thread_wherever_it_comes_from(threads, monkeypatch, tmp_path, width, expected):
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    build_policy(tokenizer, hidden_size=width).save_pretrained(tmp_path)
+    lmrl.cli.load_model(TrainConfig(model=str(tmp_path), device="cpu"))
+    assert threads == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    lmrl.cli.load_model(TrainConfig(model=str(tmp_path), device="cpu"))
+    lmrl.cli.load_model(TrainConfig(device="cpu"))
+    assert threads == expected
+
+
+def test_the_default_model_gets_one_thread_before_its_warm_start(threads, monkeypatch):
+    folder, known = warm_start_folder(0), []
+    monkeypatch.setattr("lmrl.cli.warm_start_folder", lambda seed: known.append(list(threads)) or folder)
+    lmrl.cli.load_model(TrainConfig(device="cpu"))
+    assert known == [[1]]
+
+
 def test_seed_and_dtype_reach_the_model(monkeypatch):
     folder, seeds = warm_start_folder(0), []
     monkeypatch.setattr("lmrl.cli.warm_start_folder", lambda seed: seeds.append(seed) or folder)
@@ -76,6 +109,19 @@ def test_own_reward_function(tmp_path, capsys):
         (["--num-generations", "5"], ["32", "5", "does not divide"]),
         (["--max-steps", "0"], ["max_steps is 0"]),
         (["--reward", "nowhere.py:score"], ["nowhere.py"]),
+        (["--task", "jsonl:missing.jsonl"], ["no file missing.jsonl"]),
+        (["--task", "countdown"], ["model 'tiny' reads only digits", "--model"]),
+        (["--name", "a/b"], ["name is 'a/b'; give a folder's name without slashes"]),
+        (["--learning-rate", "1e-3x"], ["--learning-rate is '1e-3x'; expected float"]),
+        (["--learning-rate"], ["--learning-rate takes one value, but got none"]),
+        (["--max-steps", "3", "foo"], ["--max-steps takes one value, but got 3 foo"]),
+        (["--max-steps=2.5"], ["--max-steps is '2.5'; expected int"]),
+        (["--epsilon-high", "much"], ["--epsilon-high is 'much'; expected float or null"]),
+        (
+            ["--dynamic-sampling", "yes"],
+            ["--dynamic-sampling takes no value, but got yes; an option --no-… switches it off"],
+        ),
+        (["-x", "3"], ["but got -x 3"]),
         (["--device", "nope"], ["device 'nope' does not work here", "take auto, cpu or cuda"]),
         (["--device", "meta"], ["device 'meta' does not work here"]),
         (["--output-dir", "/dev/null"], ["cannot make the folder /dev/null/arithmetic-1", "--output-dir"]),
@@ -139,7 +185,7 @@ def test_a_missing_extra_is_named_before_there_is_a_folder(module, tmp_path, cap
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     code, _, err = run_cli(tmp_path, capsys)
-    assert_refused(code, err, tmp_path, module, "lmrl[train]")
+    assert_refused(code, err, tmp_path, module, "pip install -c constraints.txt -e '.[train]'")
 
 
 @pytest.mark.parametrize(
@@ -161,11 +207,113 @@ def test_what_may_happen_at_any_moment_is_one_line(error, code, words, tmp_path,
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"]])
-def test_without_a_command_it_says_how(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], ""), (["trian"], "lmrl: there is no command 'trian'; did you mean train?\n")]
+)
+def test_without_a_command_it_says_how(arguments, said, capsys):
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith("usage: lmrl") and all(f"\n  lmrl {command} " in err for command in COMMANDS)
+    assert err.startswith(f"{said}usage: lmrl") and all(f"\n  lmrl {command} " in err for command in COMMANDS)
+    assert main(["chek"]) == 2 and "did you mean check?" in capsys.readouterr().err
+
+
+def test_a_wrong_value_is_one_line_in_every_command(capsys):
+    for command, option in (("report", "--num-problems"), ("plan", "--world-size"), ("eval", "--temperature")):
+        capsys.readouterr()
+        assert main([command, option, "x" * 300]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"lmrl: {option} is 'xxx") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("task", ["arithmetics", "jsonl:missing.jsonl"])
+@pytest.mark.parametrize("command", ["train", "check", "eval"])
+def test_a_misspelt_task_is_reported_before_anything_is_loaded(task, command, capsys, monkeypatch):
+    for work in ("optional_import", "find_device", "warm_start_folder", "import_vllm"):
+        real = getattr(lmrl.cli, work)
+        monkeypatch.setattr(f"lmrl.cli.{work}", lambda *a, real=real: real(*a) if a[0] == "tyro" else pytest.fail(a))
+    assert main([command, "--task", task, "--vllm"]) == 2
+    assert capsys.readouterr().err.startswith("lmrl: ")
+
+
+def sums(tmp_path, numbers, **more):
+    """A file of sums that the tiny policy can read; ``more`` are further columns."""
+    file = tmp_path / "my.sums.jsonl"
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), **more} for n in numbers]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ([], "per_device_train_batch_size 36, or a smaller multiple of 4"),
+        (["--num-generations", "8"], "per_device_train_batch_size 72, or a smaller multiple of 8"),
+        (["--gradient-accumulation-steps", "2"], "per_device_train_batch_size 18, or a smaller multiple of 2"),
+        (["--gradient-accumulation-steps", "32"], "per_device_train_batch_size 1"),
+        (["--num-mini-batches", "32"], "per_device_train_batch_size 32"),
+        (
+            ["--num-mini-batches", "64"],
+            "gradient_accumulation_steps 1, num_mini_batches 1 and per_device_train_batch_size 36",
+        ),
+    ],
+)
+def test_a_file_with_too_few_prompts_names_sizes_that_work(settings, remedy, tmp_path, capsys):
+    file = sums(tmp_path, range(10, 20))
+    arguments = ["--task", f"jsonl:{file}", "--per-device-train-batch-size", "128", *settings]
+    code, _, err = run_cli(tmp_path, capsys, *arguments)
+    assert_refused(code, err, tmp_path, "has 9 to train on; add prompts, or take ", f" {remedy}\n".strip())
+    for name, value in re.findall(r"([a-z_]*(?:batch_size|steps|batches)) (\d+)", err.partition("or take")[2]):
+        arguments += [f"--{name}", value]
+    assert run_cli(tmp_path, capsys, *arguments)[0] == 0
+
+
+def test_what_is_wrong_with_the_data_is_said_before_the_size_of_a_step(tmp_path, capsys):
+    file = sums(tmp_path, range(10, 20))
+    score = "def score(prompts, completions, truth, **columns):\n    return [0.0] * len(prompts)\n"
+    (tmp_path / "mine.py").write_text(score)
+    options = ["--task", f"jsonl:{file}", "--per-device-train-batch-size", "512"]
+    wanted = ["my.sums.jsonl: the reward score asks for truth, but the columns are answer"]
+    assert_refused(
+        *run_cli(tmp_path, capsys, *options, "--reward", f"{tmp_path}/mine.py:score")[::2], tmp_path, *wanted
+    )
+    file.write_text(file.read_text().replace("=", "≈"))
+    wanted = ["my.sums.jsonl: 10 of 10 prompts cannot be used", "it does not know '≈'"]
+    assert_refused(*run_cli(tmp_path, capsys, *options)[::2], tmp_path, *wanted)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("arithmetic", "arithmetic"),
+        ("jsonl:../data/my.sums.jsonl", "my.sums"),
+        ("jsonl:/data/sums.jsonl:heldout=/data/other.jsonl,answer=a", "sums"),
+        ("datasets:openai/gsm8k:config=main", "gsm8k"),
+        ("datasets:folder/v1.5", "v1.5"),
+        ("reasoning_gym:chain_sum:max_terms=2", "reasoning_gym-chain_sum-max_terms=2"),
+    ],
+)
+def test_a_runs_name_is_that_of_one_folder(task, name):
+    folder = free_run_folder(TrainConfig(task=task, output_dir="nowhere"))
+    assert folder.parts == ("nowhere", f"{name}-1")
+
+
+def test_a_run_on_a_file_lies_directly_under_the_runs(tmp_path, capsys):
+    file = sums(tmp_path, range(10, 40))
+    code, out, _ = run_cli(tmp_path, capsys, "--task", f"jsonl:{file}")
+    assert code == 0 and (tmp_path / "runs" / "my.sums-1" / "metrics.jsonl").is_file() and "my.sums-1/" in out
+
+
+def test_check_refuses_the_name_that_train_refuses(capsys):
+    assert main(["check", "--name", "a/b"]) == 2
+    assert "name is 'a/b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["plan"]])
+def test_a_reader_who_leaves_ends_it_quietly(arguments):
+    code = f"import sys; from lmrl.cli import main; sys.exit(main({arguments}))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
 
 
 @pytest.mark.parametrize(
@@ -174,6 +322,8 @@ def test_without_a_command_it_says_how(arguments, capsys):
         ("--learning-rat=1", "learning_rate"),
         ("--learningrate", "learning_rate"),
         ("--num-generation", "num_generations"),
+        ("--lr=1e-5", "learning_rate"),
+        ("--wd", "weight_decay"),
         ("--run-nam", "run_name"),
         ("--no-dynamic-samplin", "dynamic_sampling"),
         ("--no-beta", "beta"),
@@ -197,6 +347,19 @@ def test_what_is_no_option_is_refused(tmp_path, capsys):
         (["--cliprange=0.3", "--response-length", "9"], TrainConfig(epsilon=0.3, max_completion_length=9)),
         (["--run-name", "r", "--model_name_or_path", "m"], TrainConfig(name="r", model="m")),
         (["--vllm", "--no-dynamic-sampling"], TrainConfig(use_vllm=True)),
+        (
+            ["--no-preflight", "--epsilon-high=0.3", "--name", "-1"],
+            TrainConfig(preflight=False, epsilon_high=0.3, name="-1"),
+        ),
+        (["--epsilon-high", "null", "--cliprange-value=None"], TrainConfig(cliprange_value=None)),
+        (["--learning-rate", "1e-5", "--seed=3"], TrainConfig(learning_rate=1e-5, seed=3)),
+        (
+            ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--seed", "3"],
+            TrainConfig(use_peft=True, lora_target_modules="q_proj,v_proj", seed=3),
+        ),
+        (["--lora-target-modules=q_proj,v_proj"], TrainConfig(lora_target_modules="q_proj,v_proj")),
+        (["--lora_target_modules", "all-linear"], TrainConfig()),
+        (["--report_to", "tensorboard", "wandb"], TrainConfig(report_to="tensorboard,wandb")),
     ],
 )
 def test_names_of_trl_are_taken_in_either_spelling(arguments, expected):
@@ -207,6 +370,17 @@ def test_names_of_trl_in_a_file(tmp_path):
     text = "kl_coef: 0.1\nnum_ppo_epochs: 4\nmodel_name_or_path: m\n"
     expected = TrainConfig(beta=0.1, num_iterations=4, model="m")
     assert read_settings(settings_file(tmp_path, text), TrainConfig) == expected
+
+
+@pytest.mark.parametrize("written", ["[q_proj, v_proj]", "\n- q_proj\n- v_proj", "q_proj,v_proj"])
+def test_the_layers_of_an_adapter_may_be_a_list_in_a_file(written, tmp_path):
+    pytest.importorskip("peft")
+    text = f"use_peft: true\nlora_target_modules: {written}\nreport_to: [tensorboard]\n"
+    config = read_settings(settings_file(tmp_path, text), TrainConfig)
+    assert config == TrainConfig(use_peft=True, lora_target_modules="q_proj,v_proj")
+    layers = adapted_layers(build_trainer(config).model)
+    assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "v_proj"} and len(layers) == 4
+    assert read_settings(settings_file(tmp_path, json.dumps(asdict(config))), TrainConfig) == config
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -276,7 +450,15 @@ def test_a_run_from_a_file_and_again_from_its_own_settings(tmp_path, capsys):
         ("beta: null", ["beta is None; expected float"]),
         ("epsilon_high: high", ["epsilon_high is 'high'; expected float or null"]),
         ("- loss_type", ["holds a list"]),
+        ("0", ["holds a int"]),
+        ("null", ["holds a NoneType"]),
         ("a: [", ["is not YAML"]),
+        ("seed: " + "1" * 5000, ["is not YAML"]),
+        ("learning_rate: " + "1" * 400, ["learning_rate is a number of 400 digits, which no float holds"]),
+        ("beta: 0.1\nmax_steps: 3\nbeta: 0.1", ["beta (line 1) and beta (line 3) are the same setting"]),
+        ("# mine\nkl_coef: 0.1\nbeta: 0.2", ["kl_coef (line 2) and beta (line 3) are the same setting"]),
+        ("max-steps: 1\nmax_steps: 2", ["max-steps (line 1) and max_steps (line 2)"]),
+        ('{"beta": 0.1,\n "beta": 0.2}', ["beta (line 1) and beta (line 2)"]),
         ("beta: 0.1\nkl_estimator: k1", ["expected gradient of zero"]),
     ],
 )
@@ -295,7 +477,11 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--config", "no/such.yaml"], "No such file or directory: 'no/such.yaml'"),
+        (
+            ["--config", "no/such.yaml"],
+            "no/such.yaml is not there; expected a YAML or JSON file with lines of the form",
+        ),
+        (["--config", "/"], "/ is a folder; expected a YAML or JSON file"),
         (["--config"], "--config takes one file"),
         (["--config=a", "--config=b"], "--config takes one file"),
     ],
@@ -306,3 +492,8 @@ def test_a_file_that_is_not_there_is_one_line(options, words, tmp_path, capsys):
 
 def test_an_empty_file_is_the_defaults(tmp_path):
     assert read_settings(settings_file(tmp_path, "# nothing\n"), TrainConfig) == TrainConfig()
+
+
+def test_what_begins_like_no_option_is_none(capsys):
+    assert main(["check", "-x", "3"]) == 2
+    assert "'-x' is no option; options begin with --" in capsys.readouterr().err

@@ -38,6 +38,7 @@ def test_the_recipes_start_from_the_defaults_and_know_the_modes_of_the_correctio
         ({"beta": -1.0}, "beta is -1.0"),
         ({"beta": float("inf")}, "beta is inf; it must be finite"),
         ({"temperature": float("inf")}, "temperature is inf; it must be finite"),
+        ({"reward_timeout": 1e12}, "reward_timeout is 1000000000000.0; give seconds, more than 0 and at most a day"),
         ({"learning_rate": float("inf")}, "learning_rate is inf.*at most 1"),
         ({"warmup_steps": -5}, "warmup_steps is -5; it must be 0 or more"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),

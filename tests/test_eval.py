@@ -43,7 +43,7 @@ def small_evaluation():
         for text in texts
     ]
     right = [sum(row["reward"] == 1 for row in samples[4 * i : 4 * i + 4]) for i in range(3)]
-    return Evaluation(0.5, 0.0, 0.5, 2 / 3, 1 / 3, 0.0, right, samples)
+    return Evaluation(0.5, 0.5, 2 / 3, 1 / 3, 0.0, right, samples)
 
 
 def test_pass_at_k_is_the_share_of_choices_with_a_right_answer():
@@ -58,7 +58,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer():
 @pytest.mark.parametrize(("n", "ks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])
 def test_k_goes_in_powers_of_two_up_to_the_number_of_answers(n, ks):
     samples = [{"prompt": "p", "completion": "", "reward": 0.0, "truncated": False}] * n
-    assert list(Evaluation(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [0], samples).pass_at()) == ks
+    assert list(Evaluation(0.0, 0.0, 0.0, 0.0, 0.0, [0], samples).pass_at()) == ks
 
 
 def test_equal_answers_are_counted_together():
@@ -82,6 +82,9 @@ def test_with_its_own_number_of_answers_it_repeats_the_runs_last_measurement(fin
     share = sum(row["reward"] == 1 for row in after) / 48
     assert record["results"]["pass@1"][0] == pytest.approx(share) and f"pass@1              {share:.3f} [" in out
     assert record["settings"]["temperature"] == 0.7 and "temperature 0.7" in out
+    assert record["model"] == f"{finished / 'checkpoint'} (step 2)" and out.startswith(
+        f"{record['model']} on arithmetic"
+    )
     assert f"{folder}/" in out and "=== problem 16: " in (folder / "samples.txt").read_text()
 
 
@@ -119,6 +122,9 @@ def test_a_runs_settings_are_all_taken_but_the_number_of_answers(tmp_path):
     )
     assert parse("eval", [str(tmp_path)]) == expected
     assert parse("eval", [str(tmp_path), "--seed", "6"]) == replace(expected, seed=6)
+    (tmp_path / "mine.yaml").write_text("model: other\neval_seed: 5\ntemperature: 0.5\nnum_eval_generations: 4\n")
+    ours = replace(expected, eval_seed=5, temperature=0.5, num_eval_generations=4, seed=6)
+    assert parse("eval", [str(tmp_path), "--config", str(tmp_path / "mine.yaml"), "--seed", "6"]) == ours
 
 
 def test_an_own_reward_function(tmp_path, finished, capsys):
@@ -128,11 +134,34 @@ def test_an_own_reward_function(tmp_path, finished, capsys):
     assert code == 0 and "mean reward         0.500" in out and "pass@1              0.000 [0.000, " in out
 
 
+def test_a_runs_own_reward_is_named_and_can_be_left_out_on_another_task(tmp_path, finished, capsys):
+    (tmp_path / "r" / "checkpoint").mkdir(parents=True)
+    for path in (finished / "checkpoint").iterdir():
+        (tmp_path / "r" / "checkpoint" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "r" / "metrics.jsonl").touch()
+    (tmp_path / "mine.py").write_text(
+        "def zero(prompts, completions, answer, **columns):\n    return [0.0] * len(answer)\n"
+    )
+    own = json.loads((finished / "config.json").read_text()) | {"reward": f"{tmp_path / 'mine.py'}:zero"}
+    (tmp_path / "r" / "config.json").write_text(json.dumps(own))
+    lines = [json.dumps({"prompt": f"{a}+10=", "truth": str(a + 10)}) for a in range(20, 60)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines) + "\n")
+    few = ["--num-eval-problems", "4", "--num-eval-generations", "2"]
+    code, out, _ = eval_cli(capsys, tmp_path / "r", *few)
+    assert code == 0 and f"graded by {own['reward']}; --reward None takes the task's own reward\n" in out
+    other = ["--task", f"jsonl:{tmp_path / 'sums.jsonl'}:answer=truth"]
+    code, out, _ = eval_cli(capsys, tmp_path / "r", *few, *other, "--reward", "None")
+    assert code == 0 and "graded by" not in out
+    code, _, err = eval_cli(capsys, tmp_path / "r", *few, "--task", f"jsonl:{tmp_path / 'sums.jsonl'}")
+    assert code == 2 and "asks for answer" in err and f"leave {own['reward']} out: --reward None" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere"], "no model at nowhere"),
         (["a", "b"], "one model at a time"),
+        (["tiny", "--resume", "a"], "leave --resume out"),
         (["tiny", "--num-eval-problems", "0"], "num_eval_problems is 0"),
         (["tiny", "--temperatur", "1"], "did you mean temperature?"),
         (["tiny", "--task", "countdown"], "model 'tiny' reads only digits"),

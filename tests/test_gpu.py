@@ -16,7 +16,15 @@ def test_its_pieces_run_on_a_cpu(capsys):
     assert gpu.main(["--device", "cpu", "--small"]) == 0
     out = capsys.readouterr().out
     assert "FAIL" not in out and "0 checks failed" in out
-    for words in ("fused_token_loss bfloat16", "three products", "2 steps of lmrl train in bfloat16: exit code"):
+    for words in ("fused_token_loss bfloat16", "three products", "4 steps of lmrl train, bfloat16: exit code"):
+        assert words in out
+    for words in (
+        "lmrl check",
+        "float16 with master weights",
+        "an adapter",
+        "PPO on one trunk",
+        "a resumed run: rewards",
+    ):
         assert words in out
 
 
@@ -43,7 +51,7 @@ def test_a_wrong_gradient_and_a_nan_fail(capsys, monkeypatch):
 def test_a_run_that_fails_is_a_failed_check(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "lmrl", lambda arguments: print("lmrl: out of memory") or 2)
     report = gpu.Report()
-    gpu.check_training(report, "float32", 2, "cpu", largest_gap=1e-3)
+    assert gpu.check_training(report, "float32", 2, "cpu", largest_gap=1e-3) == []
     assert report.failed == 1 and "lmrl: out of memory" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from lmrl.config import TrainConfig, check_config
 from lmrl.models import adapted_layers, add_adapter, load_critic, load_policy, load_reference, merged
 from lmrl.policy import build_policy, build_tokenizer
 from lmrl.rollout import TorchSampler
-from lmrl.trainer import Trainer
+from lmrl.trainer import Trainer, compiled_forwards
 from lmrl.vllm_rollout import policy_weights
 
 peft = pytest.importorskip("peft")
@@ -33,7 +33,7 @@ def lora_trainer(model, config=LORA):
     base = make_trainer(SMALL)
     sampler = TorchSampler(model, [base.tokenizer.eos_token_id], base.tokenizer.pad_token_id, 5)
     reference = load_reference(model) if config.beta else None
-    critic = load_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model, shared=config.share_critic_trunk) if config.advantage_estimator == "gae" else None
     return Trainer(config, model, base.tokenizer, base.task, sampler, reference, critic)
 
 
@@ -173,16 +173,43 @@ def test_a_critic_has_an_adapter_of_its_own():
     assert all(torch.equal(before[name], weight) for name, weight in frozen(trainer.model).items())
 
 
-def test_a_checkpoint_is_a_whole_model_and_the_run_goes_on_from_its_adapter(tmp_path):
-    whole = lora_trainer(adapted(), replace(LORA, beta=0.05))
+def test_a_critic_on_the_policys_trunk_pulls_at_the_policys_adapter():
+    config = replace(LORA, advantage_estimator="gae", scale_rewards="none", share_critic_trunk=True)
+    trainer = lora_trainer(adapted(), config)
+    trainer.task = replace(trainer.task, reward=lambda completions, **columns: [1.0] * len(completions))
+    before, start = frozen(trainer.model), parameters(trainer)
+    trainer.step()
+    own = {id(w) for w in trainer.learner.weights}
+    assert own == {id(w) for w in (*trainer.model.parameters(), *trainer.critic.head.parameters()) if w.requires_grad}
+    assert not torch.equal(parameters(trainer), start)
+    assert all(torch.equal(before[name], weight) for name, weight in frozen(trainer.model).items())
+
+
+def test_an_adapter_in_compiled_layers():
+    torch._dynamo.reset()
+    plain, fast = (lora_trainer(trained(adapted()), replace(LORA, beta=0.05)) for _ in range(2))
+    layers = [fast.model.model, fast.reference.model]
+    fast.forwards = compiled_forwards(layers, backend="aot_eager")
+    for _ in range(2):
+        assert untimed(fast.step()) == pytest.approx(untimed(plain.step()), abs=1e-5)
+    assert torch.allclose(parameters(fast), parameters(plain), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"beta": 0.05}, {"advantage_estimator": "gae", "scale_rewards": "none", "share_critic_trunk": True}],
+    ids=["reference", "critic on its trunk"],
+)
+def test_a_checkpoint_is_a_whole_model_and_the_run_goes_on_from_its_adapter(tmp_path, settings):
+    whole = lora_trainer(adapted(), replace(LORA, **settings))
     expected = [untimed(whole.step()) for _ in range(4)]
-    stopped = lora_trainer(adapted(), replace(LORA, beta=0.05))
+    stopped = lora_trainer(adapted(), replace(LORA, **settings))
     for _ in range(2):
         stopped.step()
     checkpoint = write_checkpoint(stopped, tmp_path)
     plain, ids = load_policy(checkpoint), torch.arange(3, 9)[None]
     assert torch.allclose(plain(ids).logits, stopped.model(ids).logits, atol=1e-5) and not adapted_layers(plain)
-    resumed = lora_trainer(adapted(), replace(LORA, beta=0.05))
+    resumed = lora_trainer(adapted(), replace(LORA, **settings))
     restore(resumed, checkpoint)
     assert torch.equal(parameters(resumed), parameters(stopped))
     assert [untimed(resumed.step()) for _ in range(2)] == expected[2:]
@@ -202,7 +229,20 @@ def test_settings_of_the_adapter_that_cannot_work(settings, message):
         check_config(TrainConfig(**settings))
 
 
+@pytest.mark.parametrize("wrong", ["nowhere", "q_proj,nowhere", "mlp"])
+def test_a_layer_that_is_not_there_is_one_line_with_those_that_are(wrong):
+    words = rf"there is no linear layer '{wrong.rpartition(',')[2]}'; .* has q_proj, .*, or take all-linear$"
+    with pytest.raises(ValueError, match=words):
+        add_adapter(build_policy(build_tokenizer()), target_modules=wrong)
+
+
+@pytest.mark.parametrize("right", ["layers.1.self_attn.q_proj", "lm_head"])
+def test_a_layer_may_have_more_of_its_name_and_the_head_is_one(right):
+    names = [name for name in adapted_layers(add_adapter(build_policy(build_tokenizer()), target_modules=right))]
+    assert len(names) == 1 and names[0].endswith(right)
+
+
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("lmrl.models.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'lmrl\[lora\]'"):
+    with pytest.raises(ImportError, match=r"pip install -c constraints.txt -e '.\[lora\]'"):
         adapted()

@@ -3,9 +3,12 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from test_trainer import SMALL as RUN
+from test_trainer import make_trainer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from lmrl.memory import (
     Setup,
     cache_bytes,
     gpus_needed,
+    hints,
     logits_bytes,
     parameter_count,
     plan,
@@ -31,7 +35,11 @@ from lmrl.memory import (
     shape_of,
     training_bytes,
 )
+from lmrl.models import add_adapter, load_critic, load_reference
+from lmrl.preflight import adapter_of, setup_of
+from lmrl.trainer import Trainer
 from lmrl.values import build_critic
+from lmrl.vllm_rollout import policy_weights
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 500, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -95,7 +103,13 @@ def test_cache_is_what_a_real_cache_holds(name, length):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_activations_are_what_autograd_keeps(name, dtype):
-    kept, model = {}, AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
+    real = kept_by(AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval())
+    assert shape_of(CONFIGS[name], dtype).kept.bytes(3, 70) == pytest.approx(real, rel=0.02)
+
+
+def kept_by(model):
+    """Bytes that autograd keeps of three rows of 70 tokens, one of them padded."""
+    kept = {}
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
     def keep(tensor):
@@ -109,8 +123,120 @@ def test_activations_are_what_autograd_keeps(name, dtype):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=mask, attention_mask=mask, position_ids=positions, use_cache=False)
-    real = sum(storage.nbytes() for storage in kept.values())
-    assert shape_of(CONFIGS[name], dtype).kept.bytes(3, 70) == pytest.approx(real, rel=0.02)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def adapters_of(model, r=4):
+    """The numbers of an adapter by hand: r (m + n) for each linear layer but the output head."""
+    layers = [layer for layer in model.base_model.modules() if isinstance(layer, torch.nn.Linear)]
+    return sum(r * (layer.in_features + layer.out_features) for layer in layers), 2 * len(layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 tied", "llama"])
+def test_an_adapter_is_what_learns_and_is_kept_for(name, dtype):
+    config, adapt = CONFIGS[name], partial(add_adapter, r=4)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    whole, shape = shape_of(config, dtype), shape_of(config, dtype, adapt)
+    assert (shape.learned, shape.learned_tensors) == adapters_of(model)
+    assert (shape.frozen, shape.frozen_tensors) == (whole.parameters, whole.tensors)
+    assert shape.base_parameters == whole.parameters == whole.base_parameters and whole.frozen == 0
+    assert kept_by(adapt(model)) == pytest.approx(shape.kept.bytes(3, 70), rel=0.02)
+    assert shape.kept.bytes(3, 70) < 0.95 * whole.kept.bytes(3, 70)
+
+
+def trained_bytes(trainer):
+    """The bytes that a trainer holds after its step, by what they are; every tensor once."""
+    models = [model for model in (trainer.model, trainer.reference, trainer.critic) if model is not None]
+    weights = {id(w): w for model in models for w in model.parameters()}.values()
+    learners = [learner for learner in (trainer.learner, trainer.critic_learner) if learner is not None]
+    states = [state for learner in learners for state in learner.optimizer.state.values()]
+    return {
+        "weights": sum(w.nbytes for w in weights),
+        "gradients": sum(w.grad.nbytes for w in weights if w.grad is not None),
+        "master weights": sum(m.nbytes for x in learners if x.masters is not x.weights for m in x.masters),
+        "optimiser": sum(tensor.nbytes for state in states for tensor in state.values()),
+    }
+
+
+GAE = {"advantage_estimator": "gae", "scale_rewards": "none"}
+BY_ADAPTERS = {"use_peft": True, "lora_r": 4}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**GAE, "share_critic_trunk": True, "beta": 0.1},
+        BY_ADAPTERS,
+        {**BY_ADAPTERS, "beta": 0.1},
+        {**BY_ADAPTERS, **GAE, "beta": 0.1},
+        {**BY_ADAPTERS, **GAE, "share_critic_trunk": True},
+        {**BY_ADAPTERS, "beta": 0.1, "dtype": "bfloat16"},
+        {**BY_ADAPTERS, "beta": 0.1, "dtype": "bfloat16", "master_weights": True},
+    ],
+    ids=str,
+)
+def test_what_a_trainer_holds_after_a_step_is_planned_to_the_byte(settings):
+    config = replace(RUN, **settings)
+    trainer, dtype = make_trainer(config, dtype=getattr(torch, config.dtype)), getattr(torch, config.dtype)
+    shape = shape_of(trainer.model.config, dtype, adapter_of(config))
+    model = adapter_of(config)(trainer.model)
+    reference = load_reference(model) if config.beta else None
+    critic = load_critic(model, shared=config.share_critic_trunk) if "advantage_estimator" in settings else None
+    trainer = Trainer(config, model, trainer.tokenizer, trainer.task, trainer.sampler, reference, critic)
+    trainer.step()
+    setup = setup_of(config, max_prompt_length=8, reference=bool(config.beta), critic=critic is not None)
+    planned = [part for part in plan(shape, setup).residents if part.when == "always"]
+    held = trained_bytes(trainer)
+    for what, size in held.items():
+        names = ("weights", "frozen weights") if what == "weights" else (what,)
+        assert sum(part.bytes for part in planned if part.what in names) == size, what
+    assert sum(part.bytes for part in planned) == sum(held.values())
+
+
+def test_under_an_adapter_the_engine_has_the_whole_model_and_the_head_no_gradient():
+    config, setup = CONFIGS["llama"], replace(STEP, use_vllm=True, reference=True, critic=True)
+    whole, shape = BFLOAT16["llama"], shape_of(config, torch.bfloat16, partial(add_adapter, r=4))
+    assert plan(shape, setup).of("engine") == plan(whole, setup).of("engine") == 2 * whole.parameters
+    assert plan(shape, setup).of("reference") == 2 * shape.learned < 0.1 * plan(whole, setup).of("reference")
+    assert plan(shape, setup).of("critic") == 8 * (shape.learned + 65) + 4 * (shape.learned_tensors + 2)
+    assert logits_bytes(whole, 100, fused=True) - logits_bytes(shape, 100, fused=True) == 6 * 500 * 64 - 8 * 100 * 500
+    assert f", of which {shape.learned:,} learn: " in plan_table(shape, setup)
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "llama"])
+def test_a_sync_of_an_adapter_holds_the_merged_matrices_until_its_end(name):
+    adapt = partial(add_adapter, r=4)
+    model = adapt(AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32))
+    shape = shape_of(CONFIGS[name], torch.float32, adapt)
+    known = {weight.data_ptr() for weight in model.parameters()}
+    made = {weight.data_ptr(): weight.nbytes for weight in policy_weights(model).values()}
+    setup = replace(STEP, use_vllm=True)
+    assert plan(shape, setup).during("syncing") == sum(made[place] for place in made.keys() - known) > 0
+    assert plan(shape, STEP).during("syncing") == 0 and plan(BFLOAT16[name], setup).during("syncing") == 0
+    wide = replace(shape, adapted=2**40)
+    assert plan(wide, setup).peak == plan(wide, setup).during("always", "syncing") > 2**42
+    asleep = replace(setup, vllm_enable_sleep_mode=True)  # it is woken for a sync
+    assert plan(shape, asleep).during("always", "syncing") == plan(shape, setup).during("always", "syncing")
+
+
+def test_hints_are_those_that_lower_the_peak():
+    policy = replace(BFLOAT16["llama"], kept=Growth(2**20, 0.0))  # 1 MiB a token
+    setup = Setup(1024, 1024, 20, 30)  # 50 GiB of activations
+    adapted = replace(policy, kept=Growth(2**19, 0.0), frozen=policy.parameters)
+    lines = hints(policy, setup, adapted)
+    assert [line.split(" with ")[1].split(",")[0].split()[0] for line in lines] == [
+        "per_device_train_batch_size",
+        "gradient_checkpointing",
+        "use_peft",
+    ]
+    assert all(line.startswith("  24 GiB: ") for line in lines)
+    assert lines[0].startswith("  24 GiB: 12.") and lines[2].startswith("  24 GiB: 25.")
+    assert lines[0].endswith("per_device_train_batch_size 256, gradient_accumulation_steps 4, fits")
+    assert lines[2].endswith("with use_peft, not enough")
+    assert hints(policy, replace(setup, gradient_checkpointing=True)) == hints(policy, replace(setup, batch=8)) == []
+    models = replace(policy, parameters=2**35)  # which fewer rows do not make smaller
+    assert hints(models, replace(setup, batch=1)) == []
 
 
 def test_a_mixture_of_experts_keeps_more_than_a_dense_model():
@@ -301,7 +427,7 @@ def test_the_share_of_an_engine_decides_what_fits():
     assert gpus_needed(ROUND, small, 24) is None and gpus_needed(ROUND, small, 80) == 1
     lines = plan_table(ROUND, small).splitlines()
     assert "the engine's share of 1.20 GiB does not hold its weights and one completion" in lines[-3]
-    assert "80 GB: fits on 1 GPU, 28.00 GiB on each, the engine's 4.00 included" == lines[-2]
+    assert "80 GiB: fits on 1 GPU, 28.00 GiB on each, the engine's 4.00 included" == lines[-2]
 
 
 @pytest.mark.parametrize("world_size", [3, 1024, 5000])
@@ -318,9 +444,12 @@ def test_the_table_names_every_resident_and_every_gpu_size():
     for part in planned.residents:
         assert any(part.owner in row and part.what in row and row.endswith(part.when) for row in table.splitlines())
     assert f"{planned.peak / 2**20:.2f}" in table and "MiB on 1 GPU" in table
-    assert [row.split(",")[0] for row in table.splitlines()[-3:]] == [f"{n} GB: fits on 1 GPU" for n in (24, 80, 141)]
+    assert [row.split(",")[0] for row in table.splitlines()[-3:]] == [f"{n} GiB: fits on 1 GPU" for n in (24, 80, 141)]
     lines = plan_table(ROUND, replace(STEP, master_weights=True, world_size=2)).splitlines()
-    assert lines[0].endswith("GiB on each of 2 GPUs") and "24 GB: fits on 2 GPUs, 12.00 GiB" in lines[-3]
+    assert (
+        lines[0].endswith("GiB on each of 2 GPUs for a step of 8 completions")
+        and "24 GiB: fits on 2 GPUs, 12.00 GiB" in lines[-3]
+    )
 
 
 def test_fused_logits_stop_growing_with_the_vocabulary_times_the_tokens():
@@ -334,12 +463,14 @@ def test_fused_logits_stop_growing_with_the_vocabulary_times_the_tokens():
 STEPS = """
 import sys
 import weakref
+from functools import partial
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 from lmrl.logprobs import completion_loss
-from lmrl.memory import Setup, plan, shape_of
+from lmrl.memory import Setup, as_it_is, plan, shape_of
+from lmrl.models import add_adapter
 from lmrl.policy import token_logprobs
 from lmrl.rollout import TorchSampler
 
@@ -368,16 +499,17 @@ size |= dict(vocab_size=4096, bos_token_id=None, eos_token_id=None)
 config = {"llama": LlamaConfig(**size), "qwen3": Qwen3Config(**size, head_dim=32, tie_word_embeddings=True)}[name]
 rows, P, T = 8, 24, 40
 setup = Setup(rows, rows, P, T, fused_logits=fused, gradient_checkpointing=checkpointing)
-planned = plan(shape_of(config, dtype), setup)
+adapt = partial(add_adapter, r=8) if "lora" in sys.argv else as_it_is
+planned = plan(shape_of(config, dtype, adapt), setup)
 torch.manual_seed(0)
 ids, mask = torch.randint(3, 4000, (rows, P + T)), torch.ones(rows, P, dtype=torch.bool)
 mask[0, 0] = False
 batch = ids[:, :P], mask, ids[:, P:]
 with Allocated() as memory:
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = adapt(AutoModelForCausalLM.from_config(config, dtype=dtype))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    adam = torch.optim.AdamW(model.parameters(), foreach=True)
+    adam = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], foreach=True)
     for step in range(2):
         memory.since()
         TorchSampler(model.eval(), [4095], 0, T).generate(ids[:, :P].tolist(), 1, step)
@@ -401,7 +533,8 @@ for moment, peak in peaks.items():
 
 @pytest.mark.parametrize(
     "case",
-    ["llama float32", "llama float32 fused", "qwen3 bfloat16 fused", "llama bfloat16 fused ckpt", "qwen3 float32 ckpt"],
+    ["llama float32", "llama float32 fused", "qwen3 bfloat16 fused", "llama bfloat16 fused ckpt", "qwen3 float32 ckpt"]
+    + ["llama float32 fused lora", "qwen3 bfloat16 fused lora ckpt"],
 )
 def test_plan_against_the_peak_of_real_steps(case):
     done = subprocess.run([sys.executable, "-c", STEPS, *case.split()], capture_output=True, text=True, timeout=300)

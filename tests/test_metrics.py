@@ -1,13 +1,21 @@
 import json
+import os
+import re
+import sqlite3
+import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_trainer import SMALL, count_sevens, make_trainer
 
 from lmrl.batch import rollouts_from_samples
+from lmrl.checkpoint import newest_checkpoint, restore
 from lmrl.config import TrainConfig, check_config
 from lmrl.figures.trainer import learning_curve
 from lmrl.metrics import (
@@ -114,7 +122,9 @@ def test_the_log_writes_each_step_at_once(tmp_path):
 
 
 def test_a_missing_package_names_its_extra():
-    with pytest.raises(ImportError, match=r"no_such_module is not installed; pip install 'lmrl\[train\]'"):
+    with pytest.raises(
+        ImportError, match=r"no_such_module is not installed: .*pip install -c constraints.txt -e '.\[train\]'"
+    ):
         optional_import("no_such_module", "train")
 
 
@@ -214,7 +224,10 @@ def test_metrics_go_to_every_tracker_that_is_named(name, tmp_path, monkeypatch):
     log = MetricsLog(tmp_path / ".", report_to=f"tensorboard, {name}", settings={"beta": 0.1})
     log.write({"step": 3, "reward": 0.5})
     log.close()
-    init = {"project": "lmrl", "name": tmp_path.name, "config": {"beta": 0.1}}
+    own = (tmp_path / "tracker_id").read_text().strip()
+    assert re.fullmatch(f"{tmp_path.name}-[0-9a-f]{{8}}", own)
+    names = {"name": tmp_path.name, "id": own[-8:]} if name == "wandb" else {"name": own}
+    init = {"project": "lmrl", **names, "resume": "allow", "config": {"beta": 0.1}}
     assert calls == [("init", init), ("log", 3, {"reward": 0.5}), ("finish",)]
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
 
@@ -224,6 +237,90 @@ def test_a_run_tells_its_tracker_its_settings(tmp_path, monkeypatch):
     run(make_trainer(replace(SMALL, max_steps=1, report_to="wandb", output_dir=str(tmp_path))), learning_curve)
     assert calls[0][1]["config"]["max_steps"] == 1 and calls[1][1] == 1 and calls[-1] == ("finish",)
     assert not list(tmp_path.glob("*/events.*"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_run_that_goes_on_is_the_same_run_for_its_tracker_and_another_is_not(name, tmp_path, monkeypatch):
+    """Also in a folder that has got another name."""
+    calls = stand_in(monkeypatch, name)
+    config = replace(SMALL, max_steps=1, report_to=name, output_dir=str(tmp_path / "here"))
+    folder = run(make_trainer(config), learning_curve).folder.rename(tmp_path / "moved")
+    trainer = make_trainer(replace(config, max_steps=2, resume=str(folder)))
+    restore(trainer, newest_checkpoint(folder))
+    run(trainer, learning_curve)
+    run(make_trainer(config), learning_curve)  # in the place of the first
+    key = "id" if name == "wandb" else "name"
+    first, again, other = [call[1][key] for call in calls if call[0] == "init"]
+    assert first == again and first != other
+    logged = [(call[1], list(call[2])[:1]) for call in calls if call[0] == "log"]
+    assert [step for step, _ in logged] == [1, 1, 2, 2, 1, 1] and logged[1] == (1, ["eval_pass_at_1"])
+
+
+TRACKED = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, "tests")
+from test_trainer import SMALL, make_trainer
+from lmrl.checkpoint import newest_checkpoint, restore
+from lmrl.figures.trainer import learning_curve
+from lmrl.trainer import run
+
+name, place = sys.argv[1:]
+config = replace(SMALL, max_steps=2, report_to=name, output_dir=place)
+folder = run(make_trainer(config), learning_curve).folder
+trainer = make_trainer(replace(config, max_steps=4, resume=str(folder)))
+restore(trainer, newest_checkpoint(folder))
+run(trainer, learning_curve)
+"""
+
+
+def tracked(name, tmp_path):
+    """A run of two steps that goes on for two more, under the real package, without a network."""
+    own = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", TRACKED, name, str(tmp_path / "runs")]
+    subprocess.run(command, env={**os.environ, **own}, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    return (tmp_path / "runs" / "arithmetic-1" / "tracker_id").read_text().strip()
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install wandb")
+def test_the_real_wandb_has_one_run(tmp_path):
+    own = tracked("wandb", tmp_path)
+    parts = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(parts) == 2 and len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{own[-8:]}.wandb"))) == 2
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="pip install trackio")
+def test_the_real_trackio_has_one_run(tmp_path):
+    own = tracked("trackio", tmp_path)
+    with closing(sqlite3.connect(tmp_path / "lmrl.db")) as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
+    assert {name for name, *_ in rows} == {own} and [step for _, step, _ in rows] == [1, 2, 2, 3, 4, 4]
+    assert b"eval_pass_at_1" in rows[2][2] and b"reward" in rows[3][2]
+
+
+def test_what_is_known_later_is_added_to_the_record_of_its_step(tmp_path):
+    log = MetricsLog(tmp_path, report_to="tensorboard")
+    for step in (1, 2):
+        log.write({"step": step, "reward": 0.5})
+    log.add({"step": 2, "eval_pass_at_1": 0.25})
+    log.write({"step": 3, "reward": 0.5})
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "reward": 0.5},
+        {"step": 2, "reward": 0.5, "eval_pass_at_1": 0.25},
+        {"step": 3, "reward": 0.5},
+    ]
+    assert log.records == lines and not list(tmp_path.glob(".unfinished-*"))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval_pass_at_1")] == [(2, 0.25)]
+
+
+def test_without_a_record_of_the_step_what_is_known_later_goes_to_the_trackers_alone(tmp_path):
+    log = MetricsLog(tmp_path, report_to="none")
+    log.add({"step": 2, "eval_pass_at_1": 0.25})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and log.records == []
 
 
 def test_none_is_the_file_alone(tmp_path):
@@ -237,5 +334,10 @@ def test_a_tracker_that_is_unknown_or_not_installed(monkeypatch):
     with pytest.raises(ValueError, match="report_to is 'wandbs'; choose from tensorboard, wandb, trackio, or none"):
         check_config(TrainConfig(report_to="wandbs"))
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ImportError, match=r"trackio is not installed; pip install trackio"):
+    with pytest.raises(ImportError, match=r"trackio is not installed: .venv/bin/python -m pip install trackio"):
         tracker_modules("tensorboard,trackio")
+
+
+@pytest.mark.parametrize("name", ["clip_fraction", "kl_old", "sampler_gap", "mismatch/ratio_geometric"])
+def test_the_table_says_what_is_measured_on_untied_groups_alone(name):
+    assert "untied groups only" in METRICS[name].meaning

@@ -7,10 +7,13 @@ function was bound, default arguments and tables included; then the check, a tes
 import copy
 import importlib
 import inspect
+import os
 import pkgutil
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,6 +22,8 @@ from test_checkpoint import metrics_file, run_folder  # noqa: F401  fixtures of 
 from test_logprobs import batch  # noqa: F401
 from test_models import folder  # noqa: F401
 from test_policy import policy, tokenizer  # noqa: F401
+from test_preflight import hangs_and_swallows
+from test_resume import never_failed  # noqa: F401
 from test_tree import tree, uniform  # noqa: F401
 from test_values import tiny  # noqa: F401
 
@@ -935,6 +940,16 @@ def none_counted_as_reward_0(function):
     return lambda rewards, group, graded=None, **kwargs: function(rewards.nan_to_num(0.0), group, **kwargs)
 
 
+@planted("lmrl.rewards.checked_scores", "test_rewards.py::test_what_a_function_does_to_its_arguments_stays_with_it")
+def a_reward_gets_the_tasks_own_lists(checked_scores):
+    return edited(checked_scores, "copy.deepcopy(", "dict(")
+
+
+@planted("lmrl.checkpoint.fingerprints", "test_checkpoint.py::test_other_prompts_or_another_reference_are_refused_and_change_nothing")  # fmt: skip
+def other_answers_are_taken(fingerprints):
+    return edited(fingerprints, '"answers or other columns": columns', '"answers or other columns": None')
+
+
 @planted("lmrl.rewards.score_completions", "test_rewards.py::test_none_is_nan_and_not_graded")
 @planted("lmrl.rewards.score_completions", "test_rewards.py::test_pitfall_11_none_leaves_the_baseline")
 def none_graded_0(score_completions):
@@ -1325,6 +1340,20 @@ def the_critics_loss_is_a_mean_of_its_micro_batch(critic_pass):
     return edited(critic_pass, "(weights * losses).sum()", "losses.mean()")
 
 
+ON_ONE_TRUNK = "test_trainer_recipes.py::test_on_a_shared_trunk_the_step_is_the_gradient_of_the_sum"
+
+
+@planted("lmrl.trainer.Trainer.add_value_gradients", ON_ONE_TRUNK, vf_coef=0.1, rows=32)
+def the_values_pull_at_the_head_alone(add_value_gradients):
+    backward = "torch.autograd.backward(loss, inputs=list(self.critic.head.parameters()))"
+    return edited(add_value_gradients, "loss.backward()", backward)
+
+
+@planted("lmrl.trainer.Trainer.__init__", OPTIONS + "test_one_optimiser_has_the_policy_and_the_head_once")
+def the_head_is_in_no_optimiser(init):
+    return edited(init, "torch.nn.ModuleList([model, self.own_critic])", "model")
+
+
 @planted("lmrl.trainer.finish", "test_trainer_recipes.py::test_endings_fill_what_was_left_and_no_more")
 def endings_longer_than_what_was_left(finish):
     return edited(finish, "text[: config.max_completion_length]", "text")
@@ -1544,7 +1573,7 @@ def the_engine_keeps_the_old_weights(restore):
 
 @planted("lmrl.checkpoint.restore", RESUMED, name="ppo")
 def the_critic_starts_again(restore):
-    return forgetting(restore, 'trainer.critic.load_state_dict(part("critic"))')
+    return forgetting(restore, 'trainer.own_critic.load_state_dict(part("critic"))')
 
 
 @planted("lmrl.checkpoint.restore", RESUMED, name="ppo")
@@ -1590,7 +1619,7 @@ def the_best_checkpoint_is_removed(prune_checkpoints):
 
 @planted("lmrl.checkpoint.prune_checkpoints", "test_checkpoint.py::test_the_newest_and_the_best_are_kept")
 def the_oldest_checkpoints_are_kept(prune_checkpoints):
-    return edited(prune_checkpoints, "[: -limit if limit else 0]", "[limit or 99 :]")
+    return edited(prune_checkpoints, "[: -limit if limit else 0]", "[limit or 99 : -1]")
 
 
 @planted("lmrl.checkpoint.changed_settings", "test_checkpoint.py::test_what_makes_another_run_is_refused_with_both_values",
@@ -1605,6 +1634,108 @@ def any_setting_may_change(changed_settings):
 )
 def another_reference_is_taken(fingerprints):
     return edited(fingerprints, "if trainer.reference is not None and not trainer.config.sync_ref_model:", "if False:")
+
+
+# --- failures of the user's code, and two processes (section 16) -------------------------------------------------------
+
+COSTS_NO_STEP = "test_resume.py::test_a_reward_function_costs_no_step_whatever_it_does"
+AT_A_SAVE, IN_A_STEP = {"call": 7, "kept": 4, "logged": 4}, {"call": 9, "kept": 5, "logged": 5}
+
+
+@planted("lmrl.trainer.take_steps", COSTS_NO_STEP, **AT_A_SAVE, fault="killed")
+def measured_before_it_is_saved(take_steps):
+    return edited(
+        take_steps, "save_checkpoint(trainer, folder)\n", "evaluate(trainer); save_checkpoint(trainer, folder)\n"
+    )
+
+
+@planted("lmrl.trainer.is_unmeasured", COSTS_NO_STEP, **AT_A_SAVE, fault="raises")
+def what_was_left_unmeasured_stays_so(is_unmeasured):
+    return lambda *arguments: False
+
+
+@planted("lmrl.checkpoint.write_pass_at_1", COSTS_NO_STEP, **AT_A_SAVE, fault="raises")
+def pass_at_1_is_not_in_the_checkpoint(write_pass_at_1):
+    return lambda *arguments: None
+
+
+@planted("lmrl.trainer.take_steps", COSTS_NO_STEP, **IN_A_STEP, fault="too few")
+def the_steps_before_a_failure_are_not_saved(take_steps):
+    return edited(take_steps, "            save_once(trainer, folder)\n            where", "            where")
+
+
+@planted("lmrl.trainer.Trainer.draw", COSTS_NO_STEP, **IN_A_STEP, fault="hangs")
+@planted("lmrl.trainer.measure", COSTS_NO_STEP, **AT_A_SAVE, fault="hangs")
+def the_time_limit_is_not_kept(function):
+    limit = "self.config.reward_timeout" if "self.config" in inspect.getsource(function) else "config.reward_timeout"
+    return edited(function, limit, "None")
+
+
+@planted(
+    "lmrl.trainer.Trainer.taken_or_not", "test_resume.py::test_a_step_that_failed_can_be_taken_by_the_same_trainer"
+)
+@planted("lmrl.trainer.Trainer.taken_or_not", COSTS_NO_STEP, **IN_A_STEP, fault="raises")
+def the_prompts_of_a_failed_step_are_lost(taken_or_not):
+    return lambda self: nullcontext()
+
+
+@planted("lmrl.trainer.within", "test_preflight.py::test_a_reward_function_that_hangs", reward=hangs_and_swallows, place="thread")  # fmt: skip
+def no_time_limit_outside_of_the_main_thread(within):
+    return edited(within, "outcome = queue.SimpleQueue()", "return function()")
+
+
+@planted("lmrl.trainer.alarm", "test_preflight.py::test_a_function_that_swallows_the_alarm_and_answers_late_is_too_slow_all_the_same")  # fmt: skip
+def an_alarm_that_can_be_swallowed(alarm):
+    return edited(alarm, "    if rung:", "    if False:")
+
+
+LOCK = "test_checkpoint.py::test_a_lock_names_its_process_and_is_gone_with_it_even_if_its_children_live"
+
+
+@planted("lmrl.checkpoint.locked", LOCK)
+def a_run_without_a_lock(locked):
+    return lambda place: nullcontext()
+
+
+@planted("lmrl.checkpoint.locked", "test_resume.py::test_a_second_process_is_refused_before_it_changes_anything_and_goes_on_after_a_kill")  # fmt: skip
+def a_second_process_may_write(locked):
+    return lambda place: nullcontext()
+
+
+@planted("lmrl.trainer.reopen_run", "test_resume.py::test_a_trainer_that_was_restored_before_the_run_went_on_does_not_set_its_checkpoints_aside")  # fmt: skip
+def newer_checkpoints_are_set_aside(reopen_run):
+    return edited(reopen_run, "if damaged and damage(damaged[-1]) is None:", "if False:")
+
+
+@planted("lmrl.trainer.reopen_run", "test_resume.py::test_the_published_policy_is_that_of_the_checkpoint_after_a_kill_between_the_two")  # fmt: skip
+def the_published_policy_stays_behind(reopen_run):
+    return edited(reopen_run, 'publish(checkpoints_of(folder)[-1], folder / "checkpoint")', "pass")
+
+
+@planted("lmrl.checkpoint.link_weights", "test_checkpoint.py::test_the_weights_are_written_once_and_have_two_names")
+def the_weights_are_written_twice(link_weights):
+    return shutil.copy2
+
+
+@planted("lmrl.checkpoint.link_weights", "test_checkpoint.py::test_the_weights_are_written_once_and_have_two_names")
+def texts_are_shared_with_the_checkpoint(link_weights):
+    return os.link
+
+
+@planted("lmrl.metrics.tracker_id", "test_metrics.py::test_a_run_that_goes_on_is_the_same_run_for_its_tracker_and_another_is_not", name="wandb")  # fmt: skip
+@planted("lmrl.metrics.tracker_id", "test_metrics.py::test_a_run_that_goes_on_is_the_same_run_for_its_tracker_and_another_is_not", name="trackio")  # fmt: skip
+def a_resumed_run_is_a_new_one_for_its_tracker(tracker_id):
+    return edited(tracker_id, "if not path.exists():", "if True:")
+
+
+@planted("lmrl.checkpoint.restore", "test_preflight.py::test_a_reference_that_moves_at_the_start_and_at_a_resume")
+def a_moved_reference_is_where_it_began(restore):
+    return edited(restore, 'trainer.reference.load_state_dict(part("reference"), strict=False)', "pass")
+
+
+@planted("lmrl.cli.require_compiling", "test_trainer_options.py::test_beside_an_engine_on_a_cpu_nothing_would_be_compiled_and_the_two_are_refused")  # fmt: skip
+def torch_compile_beside_an_engine_on_a_cpu_compiles_nothing(require_compiling):
+    return lambda config: None
 
 
 # --- measuring and reporting (section 16) -----------------------------------------------------------------------------

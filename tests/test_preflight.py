@@ -1,8 +1,11 @@
 """Every fault is planted from outside, and the lines that are not a pass must be the one that names it."""
 
+import asyncio
 import copy
 import random
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -12,14 +15,28 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import lmrl.preflight
+from lmrl.checkpoint import restore, write_checkpoint
 from lmrl.cli import main
 from lmrl.config import TrainConfig
-from lmrl.models import disable_dropout, load_policy, load_reference, load_tokenizer, stop_token_ids
+from lmrl.models import (
+    adapted_layers,
+    add_adapter,
+    disable_dropout,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    stop_token_ids,
+)
 from lmrl.policy import build_policy, build_tokenizer, gather_logprobs, token_logprobs, warm_start_folder
 from lmrl.preflight import (
     CHECKS,
     Probe,
+    beginnings,
     check_sync,
+    check_truncation,
+    check_variety,
+    check_weights,
+    completions_of,
     flip_signs,
     names_of,
     plain_logits,
@@ -27,12 +44,13 @@ from lmrl.preflight import (
     preflight_table,
     require_preflight,
     surprise_score,
+    surprises,
     weights_changed,
 )
 from lmrl.recipes import RECIPES
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task, load_task
-from lmrl.trainer import Trainer
+from lmrl.trainer import TooSlow, Trainer, within
 from lmrl.values import build_critic
 from lmrl.vllm_rollout import VLLMSampler
 
@@ -240,9 +258,9 @@ def test_surprise_of_draws_by_hand():
     logits, log3 = torch.tensor([[3.0, 1.0]]).log().repeat(4, 1), float(np.log(3))
     deviation = (3 / 16) ** 0.5 * log3
     likely, unlikely = -log3 / 4, 3 * log3 / 4
-    assert surprise_score(logits, torch.tensor([0, 0, 0, 0])) == pytest.approx(4 * likely / (2 * deviation), abs=1e-4)
-    assert surprise_score(logits, torch.tensor([0, 0, 0, 1])) == pytest.approx(0.0, abs=1e-4)
-    assert surprise_score(logits, torch.tensor([1, 1, 1, 1])) == pytest.approx(4 * unlikely / (2 * deviation), abs=1e-4)
+    for ids, total in (([0, 0, 0, 0], 4 * likely), ([0, 0, 0, 1], 0.0), ([1, 1, 1, 1], 4 * unlikely)):
+        score = surprise_score(*surprises(logits, torch.tensor(ids)))
+        assert score == pytest.approx(total / (2 * deviation), abs=1e-4)
 
 
 def test_a_token_of_a_new_line_does_not_break_the_line():
@@ -371,9 +389,29 @@ def alternating(prompts, completions, **columns):
 
 def test_many_completions_are_cut_off():
     trainer = tiny(reward=alternating, max_completion_length=1)
-    assert_only(trainer, "truncation", "warn", "100% of the completions", "max_completion_length 1", "<eos> (id 2)")
+    stop, cut = problems(trainer)
+    assert (stop.name, stop.status) == ("stop token", "warn") and (cut.name, cut.status) == ("truncation", "warn")
+    assert (
+        "no completion ends with a stop token (<eos> (id 2))" in stop.finding and "one token cannot be" in stop.finding
+    )
+    assert stop.remedy == "raise max_completion_length, which is 1"
+    assert "100% of the completions are cut off at max_completion_length 1" in cut.finding
     trainer = tiny(reward=alternating, max_completion_length=1, mask_truncated_completions=True)
-    assert_only(trainer, "truncation", "fail", "100% of the completions", "leaves nothing to learn from")
+    _, cut = problems(trainer)
+    assert cut.status == "fail" and "leaves 0 of 64 to learn from" in cut.finding
+
+
+def all_but_four_cut_off(rollouts):
+    stop = torch.tensor(build_tokenizer("0123456789+=").eos_token_id)
+    ids = torch.where(torch.arange(len(rollouts))[:, None] < 4, stop, 5).expand_as(rollouts.completion_ids)
+    return replace(rollouts, completion_ids=ids, truncated=ids[:, 0] != stop)
+
+
+def test_nearly_all_completions_are_cut_off_and_masked():
+    for masked, status in ((True, "fail"), (False, "warn")):
+        trainer = with_sampler(tiny(max_completion_length=1, mask_truncated_completions=masked), all_but_four_cut_off)
+        status_found, finding, _ = check_truncation(Probe(trainer))
+        assert status_found == status and ("leaves 4 of 64 to learn from" in finding) is masked
 
 
 def test_another_temperature_is_named():
@@ -396,29 +434,72 @@ def test_raw_logprobs_of_tempered_draws():
     assert_only(with_sampler(trainer, untempered), "temperature", "fail", "fit temperature 1.00, the setting is 0.6")
 
 
-@pytest.mark.parametrize(("temperature", "word"), [(3.0, "too unlikely: is it hotter"), (0.01, "too likely")])
-def test_draws_from_another_distribution_than_is_reported(temperature, word):
+class Seedless(Wrapped):
+    def generate(self, prompts, num_generations, seed):
+        return self.inner.generate(prompts, num_generations, 7)
+
+
+def group_repeated(rollouts):
+    return replace(rollouts.select(torch.arange(len(rollouts)) // 4 * 4), group=rollouts.group)
+
+
+def test_a_sampler_that_repeats_itself():
+    trainer = with_sampler(tiny(), group_repeated)
+    assert_only(trainer, "variety", "fail", "all 4 completions of each prompt are the same", "e^-", "greedy")
+    trainer = tiny()
+    trainer.sampler = Seedless(trainer.sampler, None)
+    assert_only(trainer, "variety", "fail", "another seed gives the same 64 completions", "e^-", "with the seed")
+
+
+def test_a_policy_that_is_nearly_certain_may_repeat_itself():
+    probe = Probe(tiny(temperature=1e-3))
+    rows = completions_of(probe.rollouts)
+    assert rows == completions_of(probe.again) and rows[0] == rows[3] and check_variety(probe)[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"temperature": 3.0}, "too unlikely: is it hotter"),
+        ({"temperature": 0.3}, "too likely"),
+        ({"temperature": 0.7}, "too likely: is it greedy, colder"),
+        ({"top_p": 0.9}, "cut by top-p"),
+    ],
+)
+def test_draws_from_another_distribution_than_is_reported(settings, word):
     trainer = tiny(reward=first_digit)
 
     def reported(rollouts):
         texts = rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids
         return replace(rollouts, sampler_logprobs=token_logprobs(trainer.model, *texts).detach())
 
-    trainer.sampler = Wrapped(replace(trainer.sampler, temperature=temperature), reported)
+    trainer.sampler = Wrapped(replace(trainer.sampler, **settings), reported)
     (line,) = [check for check in problems(trainer) if check.name not in ("signal", "truncation")]
     assert line.name == "draws" and line.status in ("warn", "fail") and word in str(line)
 
 
+def test_enough_is_drawn_to_judge_the_draws_and_never_too_much():
+    tokens, read = [], []
+    for trainer, wanted in ((tiny(), 500), (tiny(), 10**6), (chat(), 10**6)):
+        draws = beginnings(Probe(trainer), wanted)
+        tokens.append(sum(int(rollouts.mask.sum()) for rollouts in draws))
+        read.append(tokens[-1] + sum(int(rollouts.prompt_mask.sum()) for rollouts in draws))
+    assert 500 <= tokens[0] < 800 and len(beginnings(Probe(tiny()), 10**6)) == 16 and 20_000 <= read[2] < 25_000
+
+
 @dataclass
 class Copy:
-    """A sampler with weights of its own. ``skip`` leaves parameters out of a sync, ``lag`` takes what the last one brought."""
+    """A sampler with weights of its own. ``skip`` leaves parameters out of a sync, ``lag`` takes what the last one brought,
+    ``every=2`` is deaf to every other one."""
 
     inner: TorchSampler
     skip: tuple = ()
     lag: bool = False
     never: bool = False
+    every: int = 1
 
     def __post_init__(self):
+        self.syncs = 0
         self.inner = replace(self.inner, model=copy.deepcopy(self.inner.model))
         self.waiting = copy.deepcopy(self.inner.model.state_dict())
 
@@ -428,7 +509,8 @@ class Copy:
     def sync(self, model):
         new = {n: w.clone() for n, w in model.state_dict().items() if not any(part in n for part in self.skip)}
         arriving, self.waiting = (self.waiting, new) if self.lag else (new, new)
-        if not self.never:
+        self.syncs += 1
+        if not self.never and self.syncs % self.every == 1 % self.every:
             self.inner.model.load_state_dict(arriving, strict=False)
 
 
@@ -442,6 +524,11 @@ def test_a_sampler_with_a_copy_that_is_kept_up_to_date():
     trainer = with_copy()
     assert problems(trainer) == []
     assert_same(trainer.sampler.inner.model.state_dict(), trainer.model.state_dict())
+
+
+def test_a_sampler_that_hears_every_other_time_is_left_with_other_weights():
+    words = "did not take the policy's weights back", "nats", "every time it is called"
+    assert_only(with_copy(every=2), "weight sync", "fail", *words)
 
 
 @pytest.mark.parametrize("fault", [{"lag": True}, {"never": True}])
@@ -548,11 +635,141 @@ def test_a_reference_that_is_another_policy_or_the_policy_itself():
     assert_only(trainer, "reference", "fail", "move by", "when the policy's weights change", "frozen copy")
 
 
+def test_a_critic_whose_values_are_not_finite():
+    trainer = tiny(**RECIPES["ppo"].settings)
+    with torch.no_grad():
+        trainer.critic.head.weight[0, 0] = float("nan")
+    assert_only(trainer, "critic", "fail", "values are not finite", "build_critic(model)")
+
+
+def frozen(trainer):
+    trainer.model.model.layers.requires_grad_(False)
+
+
+def head_replaced(trainer):
+    trainer.model.lm_head.weight = torch.nn.Parameter(trainer.model.lm_head.weight.detach().clone())
+
+
+@torch.no_grad()
+def loaded_under_masters(trainer):
+    trainer.model.lm_head.weight.mul_(1.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "words"),
+    [
+        (frozen, {}, "22 parameters were frozen or replaced since, such as model.layers.0."),
+        (head_replaced, {}, "1 parameters were frozen or replaced since, such as lm_head.weight"),
+        (loaded_under_masters, {"dtype": "bfloat16", "master_weights": True}, "1 parameters are not what their master"),
+    ],
+)
+def test_weights_that_the_optimiser_does_not_hold(change, settings, words):
+    trainer = tiny(**settings)
+    change(trainer)
+    assert_only(trainer, "weights", "fail", words, "then make the Trainer")
+
+
+def test_a_step_that_rounding_loses():
+    """In bfloat16 the neighbours of 1 and -2 are at least 2^-7 away, so that 2^-8 is lost there; those of 0.25 are nearer."""
+    small = {"dtype": "bfloat16", "learning_rate": 1e-6}
+    assert_only(tiny(**small), "weights", "warn", "learning_rate 1e-06 is rounded to nothing in", "set master_weights")
+    assert check_weights(Probe(tiny(**small, master_weights=True)))[0] == "pass"
+    trainer = tiny(dtype="bfloat16", learning_rate=2**-8)
+    trainer.learner.weights = trainer.learner.masters = [torch.tensor([1.0, -2.0, 0.25, 0.0], dtype=torch.bfloat16)]
+    trainer.model.requires_grad_(False)
+    assert "nothing in 50% of 4 weights" in check_weights(Probe(trainer))[1]
+
+
+MOVED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+MOVED |= {"warmup_steps": 0, "learning_rate": 3e-4}
+
+
+def reference_line(trainer):
+    checks = preflight(trainer)
+    assert {check.status for check in checks} == {"pass"}, preflight_table(checks)
+    return next(check.finding for check in checks if check.name == "reference")
+
+
+def kl_in(finding):
+    return float(finding.removeprefix("KL to the reference is ").split()[0])
+
+
+def test_a_reference_that_moves_at_the_start_and_at_a_resume(tmp_path):
+    """KL 0, then what the third step made of it, for the reference is the policy after the second: both restored."""
+    trainer, resumed = tiny(**MOVED), tiny(**MOVED)
+    assert (
+        reference_line(trainer)
+        == "KL to the reference is 0 nats per token after 0 steps, and it does not move with the policy"
+    )
+    for _ in range(3):
+        trainer.step()
+    restore(resumed, write_checkpoint(trainer, tmp_path))
+    finding = reference_line(resumed)
+    assert finding == reference_line(trainer) and kl_in(finding) > 1e-5 and "after 3 steps" in finding
+    start = load_policy(warm_start_folder(0))
+    assert not torch.equal(resumed.reference.lm_head.weight, start.lm_head.weight)
+    probe = Probe(resumed)
+    gaps = [probe.scored - probe.score(reference) for reference in (resumed.reference, start)]
+    near, far = (float((torch.exp(-gap) - 1 + gap)[probe.rollouts.mask].mean()) for gap in gaps)
+    assert f"{near:.1g} nats" in finding and far > 1.5 * near  # from the start it is farther: the reference has moved
+    resumed.reference = resumed.model
+    assert_only(resumed, "reference", "fail", "move by", "frozen copy")
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------------------
+
+
+def adapted_trainer(**settings):
+    """The warm-started policy under a LoRA adapter that has not learned; the reference is the policy without it."""
+    pytest.importorskip("peft")
+    folder, config = warm_start_folder(0), replace(SMALL, use_peft=True, lora_r=4, beta=0.1, **settings)
+    model = add_adapter(load_policy(folder), r=4, seed=0)
+    return assemble(config, model, load_tokenizer(folder), arithmetic())
+
+
+def test_an_adapter_passes_every_check_at_the_start_and_at_a_resume(tmp_path):
+    trainer, resumed = (adapted_trainer(learning_rate=3e-3, warmup_steps=0) for _ in range(2))
+    assert kl_in(reference_line(trainer)) == 0.0
+    for _ in range(2):
+        trainer.step()
+    before = copy.deepcopy(trainer.model.state_dict())
+    restore(resumed, write_checkpoint(trainer, tmp_path))
+    finding = reference_line(resumed)
+    assert finding == reference_line(trainer) and kl_in(finding) > 1e-5 and "after 2 steps" in finding
+    assert_same(before, resumed.model.state_dict())
+    assert untimed(resumed.step()) == untimed(trainer.step())
+
+
+def test_faults_of_an_adapter():
+    """A reference that is the adapted policy, one of another model, and a sampler that never gets the adapter."""
+    trainer = adapted_trainer()
+    reference, trainer.reference = trainer.reference, trainer.model
+    assert_only(trainer, "reference", "fail", "move by", "frozen copy")
+    trainer.reference = load_reference(build_policy(trainer.tokenizer, seed=1))
+    assert_only(trainer, "reference", "fail", "before the first step")
+    trainer.reference, trainer.sampler = reference, replace(trainer.sampler, model=load_policy(warm_start_folder(0)))
+    found = problems(trainer)
+    assert [check.name for check in found] == ["weight sync"] and found[0].status == "fail"
+
+
+def test_a_trained_adapter_is_not_where_a_run_may_begin():
+    trainer = adapted_trainer()
+    with torch.no_grad():
+        for layer in adapted_layers(trainer.model).values():
+            layer.lora_B["default"].weight.fill_(0.01)
+    trainer.reference = load_reference(load_policy(warm_start_folder(0)))
+    assert_only(trainer, "reference", "fail", "before the first step", "the starting policy")
+
+
 # --- rewards ------------------------------------------------------------------------------------------------------------------
 
 
 def raises(prompts, completions, **columns):
     raise KeyError("truth")
+
+
+def raises_with_a_semicolon(prompts, completions, **columns):
+    raise ValueError("no number; look")
 
 
 def other_columns(prompts, completions, truth):
@@ -590,7 +807,18 @@ def of_the_prompt(prompts, completions, **columns):
 @pytest.mark.parametrize(
     ("reward", "name", "status", "words"),
     [
-        (raises, "reward", "fail", ["reward function raises raised KeyError: 'truth'", "test_preflight.py, line"]),
+        (
+            raises,
+            "reward",
+            "fail",
+            ["reward function raises raised KeyError: 'truth'", "test_preflight.py, line", "for any text"],
+        ),
+        (
+            raises_with_a_semicolon,
+            "reward",
+            "fail",
+            ["no number; look (test_preflight.py, line", "→ called as", "for any text"],
+        ),
         (other_columns, "reward", "fail", ["unexpected keyword argument", "called as other_columns(", "answer=…"]),
         (too_few, "reward", "fail", ["returned 1 rewards for 64 completions", "return one for each"]),
         (not_a_number, "reward", "fail", ["returned nan", "a reward is a finite number, or None"]),
@@ -610,17 +838,66 @@ def hangs(prompts, completions, **columns):
 
 
 def hangs_and_swallows(prompts, completions, **columns):
+    end = time.monotonic() + 3  # in a thread it cannot be stopped, and is not to outlive the test
     try:
-        while True:
+        while time.monotonic() < end:
             pass
     except Exception:
-        return [0.0] * len(completions)
+        pass
+    return [0.0] * len(completions)
 
 
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+async def in_a_loop(function):
+    return function()
+
+
+PLACES = {
+    "main thread": lambda function: function(),
+    "event loop": lambda function: asyncio.run(in_a_loop(function)),  # as in Jupyter
+    "thread": in_a_thread,
+    "event loop of a thread": lambda function: in_a_thread(lambda: asyncio.run(in_a_loop(function))),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reward", [hangs, hangs_and_swallows])
-def test_a_reward_function_that_hangs(reward):
+def test_a_reward_function_that_hangs(reward, place):
     words = "no answer for 64 completions within 0.3 s", "time limit for each completion"
-    assert_only(tiny(reward=reward), "reward", "fail", *words, reward_seconds=0.3)
+    PLACES[place](lambda: assert_only(tiny(reward=reward), "reward", "fail", *words, reward_seconds=0.3))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_time_limit_gives_back_what_a_function_says_in_time(place):
+    assert PLACES[place](lambda: within(60.0, lambda: 7)) == 7
+    assert PLACES[place](lambda: within(None, lambda: 7)) == 7
+    with pytest.raises(KeyError, match="truth"):
+        PLACES[place](lambda: within(60.0, lambda: raises([], [])))
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_function_that_swallows_the_alarm_and_answers_late_is_too_slow_all_the_same():
+    def stubborn():
+        try:
+            time.sleep(60)
+        except BaseException:
+            return 0.0
+
+    try:
+        outcome = within(0.1, stubborn)
+    except TooSlow:
+        outcome = "too slow"
+    assert outcome == "too slow"
+
+
+def test_the_setting_of_the_run_is_the_limit_of_the_check_too():
+    words = "no answer for 64 completions within 0.2 s", "raise reward_timeout"
+    assert_only(tiny(reward=hangs, reward_timeout=0.2), "reward", "fail", *words)
+    assert Probe(tiny()).reward_seconds == 60.0 and Probe(tiny(reward_timeout=7.0)).reward_seconds == 7.0
 
 
 def test_rewards_that_rarely_differ():
@@ -666,7 +943,7 @@ def test_the_table_is_aligned_one_line_each_with_the_counts_below():
     trainer = tiny(reward=constant)
     *lines, last = preflight_table(preflight(trainer)).splitlines()
     width = max(map(len, CHECKS))
-    assert len(lines) == len(CHECKS) and last == "16 checks: 15 pass, 0 warn, 1 fail, 0 skip"
+    assert len(lines) == len(CHECKS) and last == "19 checks: 18 pass, 0 warn, 1 fail, 0 skip"
     for line, name in zip(lines, CHECKS, strict=True):
         assert line[4:6] == "  " and line[6 : 6 + width].strip() == name and line[6 + width : 8 + width] == "  "
         assert line[8 + width] != " "
@@ -676,7 +953,7 @@ def test_a_refusal_prints_what_is_wrong_and_names_the_ways_on(capsys):
     trainer = tiny(reward=raises)
     trainer.tokenizer.pad_token = trainer.tokenizer.eos_token
     capsys.readouterr()
-    with pytest.raises(ValueError, match=r"1 of 16 checks of the set-up failed \(reward\).*--no-preflight"):
+    with pytest.raises(ValueError, match=r"1 of 19 checks of the set-up failed \(reward\).*--no-preflight"):
         require_preflight(trainer)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["warn", "fail"]
@@ -697,10 +974,33 @@ def reward_file(tmp_path, body):
 def test_lmrl_check_exits_0_or_1_and_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["check", *QUICK]) == 0
-    assert "16 checks: 16 pass, 0 warn, 0 fail, 0 skip" in capsys.readouterr().out
+    assert "19 checks: 19 pass, 0 warn, 0 fail, 0 skip" in capsys.readouterr().out
     assert main(["check", *QUICK, "--reward", reward_file(tmp_path, "return [1.0]")]) == 1
     assert "fail  reward" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_lmrl_check_of_prompts_that_the_model_cannot_read_prints_its_table(tmp_path, capsys):
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(f'{{"prompt": "{a}+{a}=x", "answer": "{2 * a}"}}\n' for a in range(10, 60)))
+    for options in ([], ["--max-prompt-length", "20"]):
+        assert main(["check", *QUICK, "--task", f"jsonl:{file}", *options]) == 1
+        out, err = capsys.readouterr()
+        line, *others = out.splitlines()
+        assert line.startswith("fail  prompts  ") and "50 of 50 prompts" in line and "it does not know 'x'" in line
+        assert "→ repair these prompts" in line and all(other.startswith("skip  ") for other in others[:-1])
+        assert others[-1] == "20 checks: 0 pass, 0 warn, 1 fail, 19 skip" and "lmrl: " not in err
+
+
+def test_lmrl_check_of_a_run_that_is_to_go_on(tmp_path, capsys):
+    options = ["--output-dir", str(tmp_path), "--name", "r", *QUICK, "--beta", "0.1", "--warmup-steps", "0"]
+    assert main(["train", *options]) == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["check", "--resume", str(tmp_path / "r")]) == 0
+    out = capsys.readouterr().out
+    assert "KL to the reference is " in out and "after 1 steps" in out and "19 checks: 19 pass" in out
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
 def test_lmrl_train_refuses_what_fails_and_can_be_told_not_to_look(tmp_path, capsys):
@@ -713,7 +1013,7 @@ def test_lmrl_train_refuses_what_fails_and_can_be_told_not_to_look(tmp_path, cap
     ]
     assert main(["train", *options]) == 2
     out, err = capsys.readouterr()
-    assert "fail  signal" in err and "the rewards are equal in" in err and "lmrl: 1 of 16 checks" in err and out == ""
+    assert "fail  signal" in err and "the rewards are equal in" in err and "lmrl: 1 of 19 checks" in err and out == ""
     assert not (tmp_path / "runs").exists()
     assert main(["train", *options, "--no-preflight"]) == 0
     assert "signal" not in capsys.readouterr().err

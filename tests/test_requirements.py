@@ -27,4 +27,4 @@ def test_missing_requirement(tmp_path, require, summary):
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert f" {summary} in " in done.stdout
     assert done.returncode == (1 if require else 0)
-    assert "apt-get install chromium" in done.stdout and "pip install 'lmrl[vllm]'" in done.stdout
+    assert "apt-get install chromium" in done.stdout and "pip install -e '.[vllm]'" in done.stdout

@@ -1,5 +1,8 @@
+import asyncio
 import math
+import os
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,6 +83,86 @@ def test_other_numbers_become_floats(scores, expected):
 def test_no_completions():
     rewards, graded = score_completions(lambda **_: [], [], [], {})
     assert rewards.shape == graded.shape == (0,) and graded.dtype == torch.bool and rewards.dtype == torch.float32
+
+
+def test_two_functions_of_one_name_have_a_metric_each():
+    def same(number):
+        def score(prompts, completions, **columns):
+            return [number] * len(prompts)
+
+        return score
+
+    both = WeightedRewards([same(1.0), exact_match, same(3.0)])
+    both(["1+2="], ["3"], answer=["3"])
+    assert both.metrics == {"reward/score-1": 1.0, "reward/exact_match": 1.0, "reward/score-3": 3.0}
+
+
+def test_a_weight_that_is_no_number_is_not_a_weight():
+    with pytest.raises(ValueError, match="reward is '1.2.3.exact_match'; name a function in a file"):
+        load_reward("1.2.3*exact_match")
+
+
+def test_a_function_that_switches_gradients_off_does_so_for_itself():
+    def frozen(prompts, completions, **columns):
+        torch.set_grad_enabled(False)
+        return [0.0] * len(prompts)
+
+    try:
+        score_completions(frozen, ["1+2="], ["3"], {})
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_function_that_changes_the_folder_does_so_for_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path.cwd())
+
+    def moves(prompts, completions, **columns):
+        os.chdir(tmp_path)
+        return [0.0] * len(prompts)
+
+    before = Path.cwd()
+    score_completions(moves, ["1+2="], ["3"], {})
+    assert Path.cwd() == before
+
+
+def test_a_cancelled_task_is_the_functions_fault():
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    def score(prompts, completions, **columns):
+        return asyncio.run(cancelled())
+
+    with pytest.raises(RewardError, match="reward function score raised CancelledError"):
+        score_completions(score, ["1+2="], ["3"], {})
+
+
+@pytest.mark.parametrize("metrics", [None, [1], {1: 2.0}])
+def test_metrics_that_are_none_are_refused_in_a_sum_as_alone(metrics):
+    def score(prompts, completions, **columns):
+        return [0.0] * len(prompts)
+
+    score.metrics = metrics
+    with pytest.raises(RewardError, match="reward function score: its metrics are .*not numbers by their names"):
+        score_completions(WeightedRewards([exact_match, score]), ["1+2="], ["3"], {"answer": ["3"]})
+
+
+def test_without_an_answer_there_is_no_grade():
+    for match in (exact_match, number_match):
+        assert match(["1+2="] * 3, ["None", "3", "4"], answer=[None, "3", 3]) == [None, 1.0, 0.0]
+
+
+def test_what_a_function_does_to_its_arguments_stays_with_it():
+    def careless(prompts, completions, answer, **columns):
+        for turns, text in zip(prompts, completions):
+            turns.append({"role": "assistant", "content": text})
+        completions[0] = answer[0] = "changed"
+        return [0.0] * len(prompts)
+
+    prompts, columns = [[{"role": "user", "content": "1+2="}]], {"answer": ["3"]}
+    for rewards in ([careless, exact_match], [exact_match, careless]):
+        assert WeightedRewards(rewards)(prompts, ["3"], **columns) == [1.0]
+        assert len(prompts[0]) == 1 and columns == {"answer": ["3"]}
 
 
 @given(st.lists(st.none() | st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=20))

@@ -246,6 +246,8 @@ def test_other_designs_are_not_written_out(name):
         lambda model: model.model.register_forward_pre_hook(lambda *_: None),
         lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
         lambda model: replace_forward(model.model.layers[0].self_attn),
+        lambda model: replace_forward(model.model.layers[0].self_attn.v_proj),
+        lambda model: model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None),
         lambda model: replace_forward(model.model.rotary_emb),
         lambda model: model.set_attn_implementation("eager"),
     ],

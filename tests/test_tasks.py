@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmrl.models import stop_token_ids
 from lmrl.policy import addition_problems, build_policy, build_tokenizer
-from lmrl.rewards import RewardError, exact_match, number_match, score_completions
+from lmrl.rewards import CodeMatch, RewardError, WeightedRewards, exact_match, number_match, score_completions
 from lmrl.tasks import (
     Example,
     Task,
@@ -20,15 +20,18 @@ from lmrl.tasks import (
     disjoint,
     drop_long_prompts,
     encode_prompt,
+    encode_prompts,
     extract_answer,
     is_solution,
     jsonl_task,
     load_task,
     parse_settings,
     reasoning_gym_reward,
+    require_columns,
     require_no_leak,
     rows_task,
     split_settings,
+    wrong_columns,
 )
 
 TEXT = "".join(map(chr, range(32, 127))) + "\n"
@@ -99,7 +102,7 @@ def test_settings_in_a_name():
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ImportError, match=r"pip install 'lmrl\[tasks\]'"):
+    with pytest.raises(ImportError, match=r"pip install -c constraints.txt -e '.\[tasks\]'"):
         load_task("reasoning_gym:chain_sum")
 
 
@@ -340,6 +343,25 @@ def test_countdown_holds_out_other_problems_in_any_order_of_the_numbers(seed, se
     assert task.stop == (("\n\n",) if shots else ())
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("countdown:numbers=abc", "numbers is 'abc', of type str; expected int"),
+        ("countdown:numbers=2.5", "numbers is 2.5, of type float; expected int"),
+        ("countdown:shots=True", "shots is True, of type bool; expected int"),
+        ("countdown:train_size=-5", "train_size is -5; it cannot be below 0"),
+        ("jsonl:p.jsonl:heldout_fraction=abc", "heldout_fraction is 'abc', of type str; expected float"),
+        ("jsonl:p.jsonl:heldout=1", "heldout is 1, of type int; expected str"),
+        ("jsonl:p.jsonl:answer=[1]", "answer is .1., of type list; expected str"),
+        ("reasoning_gym:chain_sum:seed=3", "takes the seed of the run: --seed 3"),
+        ("reasoning_gym:chain_sum:shots=a", "shots is 'a', of type str; expected int"),
+    ],
+)
+def test_a_setting_of_another_type_is_named_with_its_type(settings, words):
+    with pytest.raises(ValueError, match=words):
+        load_task(settings)
+
+
 def test_countdown_with_settings_that_cannot_be():
     for settings in ("numbers=1", "largest=0", "largest=20,highest=10"):
         with pytest.raises(ValueError, match="take numbers of at least 2"):
@@ -419,6 +441,8 @@ def test_other_names_of_columns_and_another_reward(write):
         (["1", "-2.5", "1,000"], number_match),
         ([1, 2.5, -3], number_match),
         (["a #### 1", "2", "3"], number_match),
+        (["1", None, "3"], number_match),
+        (["one", None, "three"], exact_match),
         (["1", "two", "3"], exact_match),
         (["1 apple", "2", "3"], exact_match),
         (["B", "C", "A"], exact_match),
@@ -434,10 +458,12 @@ def test_the_reward_that_fits_the_answers(write, answers, reward):
     [
         ('{"prompt": "a", "answer"', "not JSON"),
         ("prompt,answer", "not JSON"),
+        ('{"prompt": ' + "[" * 100_000, "not JSON"),
         (b'{"prompt": "\xff", "answer": "1", "level": 0}', "not JSON"),
         ("[1, 2]", "list instead of an object"),
         ("3", "int instead of an object"),
-        ('{"answer": "1", "level": 0}', "the column 'prompt' is None"),
+        ('{"answer": "1", "level": 0}', "there is no column 'prompt'; the columns are answer, level; .*prompt=NAME"),
+        ('{"prompt": null, "answer": "1", "level": 0}', "the column 'prompt' is None"),
         ('{"prompt": "", "answer": "1", "level": 0}', "the column 'prompt' is ''"),
         ('{"prompt": 3, "answer": "1", "level": 0}', "the column 'prompt' is 3"),
         ('{"prompt": [], "answer": "1", "level": 0}', r"the column 'prompt' is \[\]"),
@@ -455,10 +481,19 @@ def test_a_corrupted_line_is_named_with_its_number(write, line, what):
 def test_files_that_cannot_be_a_task(write):
     with pytest.raises(FileNotFoundError, match="no file .*missing.jsonl"):
         load_task("jsonl:missing.jsonl")
-    with pytest.raises(ValueError, match="0 prompts to train on and 0 held out"):
+    with pytest.raises(ValueError, match="problems.jsonl: it has no rows"):
         load_task(f"jsonl:{write('')}")
-    with pytest.raises(ValueError, match="0 prompts to train on and 1 held out"):
-        load_task(f"jsonl:{write(*lines(1))}")
+    alike = "one prompt, '0 [+] 1[?]', and a prompt is either trained on or held out; add rows with other prompts"
+    for count in (1, 20):
+        with pytest.raises(ValueError, match=rf"its rows \({count}\) have {alike}.*heldout=OTHER"):
+            load_task(f"jsonl:{write(*lines(1) * count)}")
+    path, empty = write(*lines(9)), write("", name="empty.jsonl")
+    with pytest.raises(ValueError, match="all of its 9 rows have prompts that are held out"):
+        load_task(f"jsonl:{path}:heldout={path}")
+    with pytest.raises(ValueError, match="what it names as held out has no rows"):
+        load_task(f"jsonl:{path}:heldout={empty}")
+    with pytest.raises(ValueError, match="heldout_fraction 0.99 holds out all of its 9 different prompts; lower it"):
+        load_task(f"jsonl:{path}:heldout_fraction=0.99")
     for fraction in (0, 1, -0.1):
         with pytest.raises(ValueError, match="heldout_fraction is"):
             load_task(f"jsonl:{write(*lines(9))}:heldout_fraction={fraction}")
@@ -476,11 +511,65 @@ def test_a_colon_in_a_path(write, tmp_path):
     assert split_settings("C:/a.jsonl:prompt=q") == ("C:/a.jsonl", {"prompt": "q"})
 
 
+def test_a_file_that_is_there_is_no_setting(tmp_path):
+    file = tmp_path / "run:lr=3.jsonl"
+    assert split_settings(f"{file}:answer=a")[0] == str(file)
+    assert split_settings(str(file)) == (str(tmp_path / "run"), {"lr": "3.jsonl"})
+    file.write_text("")
+    assert split_settings(str(file)) == (str(file), {})
+
+
 def test_a_reward_that_misses_its_column_says_so(write):
-    rows = [json.dumps({"prompt": f"q{n}", "label": "yes"}) for n in range(30)]
-    task = load_task(f"jsonl:{write(*rows)}")
+    rows = [json.dumps({"prompt": f"q{n}", "label": "yes", "level": 1}) for n in range(30)]
+    path = write(*rows)
+    task = load_task(f"jsonl:{path}")
+    said = "problems.jsonl: the reward exact_match asks for answer, but the columns are label, level; .*answer=NAME"
+    with pytest.raises(ValueError, match=said):
+        require_columns(task)
     with pytest.raises(RewardError, match="missing 1 required positional argument: 'answer'"):
         grade(task, ["yes"], task.train[0])
+    require_columns(load_task(f"jsonl:{path}:answer=label"))
+    with pytest.raises(ValueError, match="line 1: there is no column 'labl'; the columns are prompt, label, level"):
+        load_task(f"jsonl:{path}:answer=labl")
+
+
+def misspelt(prompts, completions, answr, level=0, **columns):
+    return [0.0] * len(prompts)
+
+
+def only_the_answer(completions, answer):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (misspelt, "t: the reward misspelt asks for answr, but the columns are answer, level; rename"),
+        (WeightedRewards([exact_match, misspelt]), "the reward misspelt asks for answr"),
+        (only_the_answer, "only_the_answer does not take prompts, level; end its arguments with [*][*]columns"),
+        (lambda p, completions, **columns: [0.0], "asks for p, but the columns are"),
+    ],
+)
+def test_columns_that_a_reward_cannot_be_called_with(reward, said):
+    side = [Example("q", {"answer": "1", "level": 1})]
+    with pytest.raises(ValueError, match=said):
+        require_columns(Task("t", side, side, reward))
+
+
+def test_columns_of_the_held_out_side_count_too():
+    sides = [Example("q", {"answer": "1"})], [Example("p", {"label": "1"})]
+    with pytest.raises(ValueError, match="asks for answer, but the columns are label"):
+        require_columns(Task("t", *sides, exact_match))
+    with pytest.raises(ValueError, match="asks for answer, but there is no column but the prompt"):
+        require_columns(Task("t", [Example("q", {})], [], exact_match))
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "reasoning_gym:gcd"])
+def test_every_task_has_the_columns_of_its_reward(name):
+    if name.startswith("reasoning_gym") and not find_spec("reasoning_gym"):
+        pytest.skip("no reasoning_gym")
+    require_columns(load_task(name))
+    assert wrong_columns(CodeMatch(), ["tests"]) is None and "asks for tests" in wrong_columns(CodeMatch(), ["answer"])
 
 
 def test_a_conversation_as_a_prompt(write):
@@ -648,3 +737,12 @@ def test_pitfall_27_long_prompts_are_dropped_with_a_count_and_never_cut():
     assert drop_long_prompts(mixed, tokenizer, 8)[1] == 2  # <bos> counts
     with pytest.raises(ValueError, match=r"no prompt has at most 5 tokens .*the longest has 94"):
         drop_long_prompts(mixed, tokenizer, 5)
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_named_and_the_prompts_counted():
+    tokenizer = build_tokenizer()
+    known, unknown = Example("1+1=", {}), Example("ab 1+ba", {})
+    assert encode_prompts(tokenizer, Task("t", [known], [known], exact_match)) == [encode_prompt(tokenizer, "1+1=")] * 2
+    said = "t: 2 of 3 prompts cannot be used; the first: .*cannot encode the prompt 'ab 1[+]ba': it does not know 'a', 'b', ' '"
+    with pytest.raises(ValueError, match=said):
+        encode_prompts(tokenizer, Task("t", [known, unknown], [unknown], exact_match))

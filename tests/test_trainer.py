@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import lmrl.trainer as trainer_module
 from lmrl.baselines import group_advantages
-from lmrl.batch import rollouts_from_samples
+from lmrl.batch import concatenate, rollouts_from_samples
 from lmrl.config import TrainConfig
 from lmrl.figures.trainer import learning_curve
 from lmrl.logprobs import unflatten
 from lmrl.loss import LOSS_TYPES
+from lmrl.models import load_critic
 from lmrl.policy import (
     Samples,
     build_policy,
@@ -32,6 +33,7 @@ from lmrl.policy import (
 )
 from lmrl.rewards import RewardError
 from lmrl.rollout import TorchSampler
+from lmrl.signal import interval_over_problems
 from lmrl.tasks import Example, Task, encode_prompt
 from lmrl.trainer import (
     ShuffledBatches,
@@ -50,7 +52,6 @@ from lmrl.trainer import (
     token_budget,
 )
 from lmrl.trust_region import entropy
-from lmrl.values import build_critic
 
 SMALL = TrainConfig(
     max_steps=6,
@@ -92,7 +93,7 @@ def make_trainer(config=SMALL, reward=count_sevens, model_seed=0, dtype=torch.fl
         model, [tokenizer.eos_token_id], tokenizer.pad_token_id, config.max_completion_length, config.temperature
     )
     reference = build_policy(tokenizer, seed=model_seed).to(dtype) if config.beta else None
-    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model, shared=config.share_critic_trunk) if config.advantage_estimator == "gae" else None
     return Trainer(config, model, tokenizer, task, sampler, reference, critic)
 
 
@@ -397,6 +398,50 @@ def test_tied_groups_leave_the_weights_bit_identical():
     assert torch.equal(parameters(trainer), before)
 
 
+@pytest.mark.filterwarnings("ignore:0 of .* groups are mixed")
+@pytest.mark.parametrize(("dynamic_sampling", "steps"), [(False, 12), (True, 3)])
+def test_all_groups_tied_for_many_steps(dynamic_sampling, steps, tmp_path):
+    """After one step with a signal, so that AdamW has moments, and to the end of a run: finite, and nothing but its echo."""
+    settings = {"max_steps": steps + 1, "dynamic_sampling": dynamic_sampling, "output_dir": str(tmp_path)}
+    trainer = make_trainer(replace(SMALL, **settings))
+    trainer.step()
+    trainer.task = replace(trainer.task, reward=always_tied)
+    result = run(trainer, learning_curve)
+    records = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(2, steps + 2)) and not result.interrupted
+    assert all(value is not None for record in records for value in record.values())
+    assert {record["frac_reward_zero_std"] for record in records} == {1.0}
+    assert {record["grad_norm"] for record in records} == {record["skipped_updates"] for record in records} == {0.0}
+    fresh = make_trainer(replace(SMALL, **settings), reward=always_tied)
+    before = parameters(fresh)
+    for _ in range(steps):
+        fresh.step()
+    assert torch.equal(parameters(fresh), before)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_completions_of_length_0_change_nothing(loss_type):
+    """Two groups more, of completions without a token: the update of the others; all of them empty: none."""
+    results = []
+    for empty in (False, True):
+        trainer = make_trainer(replace(SMALL, loss_type=loss_type, num_iterations=2), dtype=torch.float64)
+        rollouts = rollouts_of(trainer)
+        if empty:
+            none = replace(rollouts.select(torch.arange(8)), mask=torch.zeros(8, rollouts.mask.shape[1]).bool())
+            none = replace(none, advantages=torch.ones_like(none.advantages), group=none.group + 100)
+            rollouts = concatenate([rollouts, none])
+        before = parameters(trainer)
+        metrics = trainer.update(rollouts)
+        assert all(math.isfinite(value) for value in metrics.values())
+        results.append(parameters(trainer))
+    if loss_type != "grpo" and loss_type != "dr_grpo":  # these two divide by the number of rows, of length 0 too
+        assert torch.allclose(*results, rtol=0, atol=1e-12)
+    assert not torch.equal(results[0], before)
+    trainer.update(none)
+    metrics = trainer.update(none)
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_rows_without_gradient_may_be_left_out(beta, monkeypatch):
     """Training on the rows that have a gradient gives the parameters that training on all of them gives."""
@@ -696,7 +741,7 @@ def test_a_reward_that_fails_at_once_leaves_no_folder(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tmp_path):
+def test_a_reward_that_fails_later_costs_no_step(tmp_path, capsys):
     calls = []
 
     def breaks_later(prompts, completions, **columns):
@@ -708,7 +753,8 @@ def test_a_reward_that_fails_later_leaves_the_last_checkpoint(tmp_path):
     trainer = make_trainer(replace(SMALL, output_dir=str(tmp_path), name="r", save_steps=2), reward=breaks_later)
     with pytest.raises(RewardError):
         run(trainer, learning_curve)
-    assert json.loads((tmp_path / "r" / "checkpoint" / "lmrl.json").read_text())["step"] == 4
+    assert json.loads((tmp_path / "r" / "checkpoint" / "lmrl.json").read_text())["step"] == 5
+    assert f"saved after step 5; go on with: lmrl train --resume {tmp_path / 'r'}" in capsys.readouterr().err
     AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "checkpoint")
 
 
@@ -740,7 +786,7 @@ def test_evaluation_counts_full_marks_and_well_formed_answers():
 
     trainer = make_trainer(reward=half)
     result = evaluate(trainer)
-    assert result.pass_at_1 == 0.5 and result.half_width == 0.0 and result.reward == 0.75
+    assert result.pass_at_1 == 0.5 and result.reward == 0.75
     formed = [not row["truncated"] and is_number(row["completion"]) for row in result.samples]
     assert result.well_formed == sum(formed) / 16
 
@@ -758,7 +804,9 @@ def test_evaluation_interval_is_over_problems():
 
     result = evaluate(make_trainer(reward=by_problem))
     assert result.pass_at_1 == 0.5
-    assert result.half_width == pytest.approx(1.96 * 0.5 / 8**0.5)
+    assert str(result) == str(interval_over_problems(torch.tensor([0.0, 1.0] * 4)))
+    none_right = evaluate(make_trainer(reward=lambda prompts, completions, **columns: [0.0] * len(prompts)))
+    assert str(none_right) == "0.000 [0.000, 0.324]"  # Wilson's for 0 of 8
 
 
 def test_evaluation_writes_no_more_at_once_than_a_step_and_its_result_does_not_depend_on_the_portions(monkeypatch):

@@ -1,16 +1,24 @@
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from test_trainer import SMALL, make_trainer, parameters, rollouts_of, untimed
 
+import lmrl.cli as cli
 import lmrl.trainer as trainer_module
 from lmrl.checkpoint import restore, write_checkpoint
 from lmrl.config import TrainConfig, check_config
 from lmrl.memory import training_bytes
+from lmrl.models import load_critic
 from lmrl.trainer import Learner, learning_rate_factor, loss_mask, needs_old_logprobs, token_advantages
+from lmrl.vllm_rollout import policy_weights
 
 GAE = {"advantage_estimator": "gae", "scale_rewards": "none"}
 
@@ -463,3 +471,190 @@ def test_adamw_in_float16_divides_by_zero():
     layer.weight.grad = torch.zeros(1, 1, dtype=torch.float16)
     optimizer.step()
     assert layer.weight.isnan().all()
+
+
+# --- a critic on the policy's trunk -----------------------------------------------------------------------------------
+
+SHARED = {**GAE, "share_critic_trunk": True}
+
+
+def fixed_rollouts(trainer):
+    """Graded completions that do not depend on the trainer's number format, and their examples."""
+    chosen = trainer.task.train[:8]
+    rollouts = trainer_module.collect(make_trainer().sampler, trainer.tokenizer, chosen, 4, seed=0)
+    return trainer_module.grade(rollouts, trainer.tokenizer, chosen, trainer.task.reward), chosen
+
+
+def test_one_optimiser_has_the_policy_and_the_head_once():
+    trainer = make_trainer(replace(SMALL, **SHARED))
+    weights = {id(w) for w in (*trainer.model.parameters(), *trainer.critic.parameters())}
+    stepped = [id(w) for group in trainer.learner.optimizer.param_groups for w in group["params"]]
+    assert set(stepped) == weights and len(stepped) == len(weights) and trainer.critic_learner is None
+    head = trainer.critic.head.weight.clone()
+    trainer.step()
+    trainer.step()
+    assert not torch.equal(trainer.critic.head.weight, head)
+    assert trainer.critic.trunk is trainer.model.model
+
+
+def test_policy_and_critic_both_learn_on_one_trunk():
+    config = replace(
+        SMALL, max_steps=60, per_device_train_batch_size=64, num_iterations=2, learning_rate=3e-3, **SHARED
+    )
+    trainer = make_trainer(config)
+    records = [trainer.step() for _ in range(40)]
+    rewards = [record["reward"] for record in records]
+    assert rewards[0] < 0.6 and sum(rewards[-5:]) / 5 > 1.5
+    assert all(record["ratio_error"] == 0.0 and record["skipped_updates"] == 0 for record in records)
+    variance = sum(record["reward_std"] ** 2 for record in records[-10:]) / 10
+    assert sum(record["value_loss"] for record in records[-10:]) / 10 < 0.5 * variance
+
+
+@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {**HALF, "dtype": "float16"}, HALF])
+def test_the_step_on_one_trunk_in_its_other_forms(settings):
+    """With checkpointing the same step; in half precision one in about the same direction, also for the head."""
+    moved = []
+    for others in ({}, settings):
+        config = replace(SMALL, vf_coef=1.0, **SHARED, **others)
+        trainer = make_trainer(config, dtype=getattr(torch, config.dtype))
+        weights = [*trainer.model.parameters(), *trainer.critic.head.parameters()]
+        torch.nn.init.normal_(trainer.critic.head.weight, generator=torch.Generator().manual_seed(0))
+        rollouts = trainer.prepare(*fixed_rollouts(trainer), trainer_module.Stopwatch())
+        while not trainer.learner.optimizer.state:  # float16's first loss scales may be too high
+            trainer.update(rollouts)
+        first = [moments["exp_avg"].flatten() for moments in trainer.learner.optimizer.state.values()]
+        assert len(first) == len(weights)
+        moved.append((torch.cat(first), torch.cat(first[-2:])))
+    for one, other in zip(*moved, strict=True):
+        if "dtype" not in settings:
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-8)
+        assert torch.cosine_similarity(one, other, dim=0) > 0.99 and one.norm() > 0
+
+
+def test_a_bad_gradient_of_the_values_skips_the_one_step():
+    trainer = make_trainer(replace(SMALL, **SHARED))
+    examples, _, rollouts = trainer.gather(trainer_module.Stopwatch())
+    rollouts = trainer.prepare(rollouts, examples, trainer_module.Stopwatch())
+    before = [w.clone() for w in (*trainer.model.parameters(), *trainer.critic.head.parameters())]
+    metrics = trainer.update(replace(rollouts, returns=torch.where(rollouts.mask, math.inf, 0.0)))
+    assert metrics["skipped_updates"] == 1 and not math.isfinite(metrics["grad_norm"])
+    assert same([*trainer.model.parameters(), *trainer.critic.head.parameters()], before)
+
+
+def test_the_head_is_in_no_saved_model_and_no_engine(tmp_path):
+    trainer, plain = make_trainer(replace(SMALL, **SHARED)), make_trainer()
+    trainer.step()
+    checkpoint = write_checkpoint(trainer, tmp_path)
+    assert load_file(checkpoint / "model.safetensors").keys() == plain.model.state_dict().keys()
+    assert policy_weights(trainer.model).keys() == policy_weights(plain.model).keys()
+    kept = load_file(checkpoint / "trainer" / "state.safetensors")
+    assert {name for name in kept if name.startswith("critic")} == {"critic.weight", "critic.bias"}
+
+
+@pytest.mark.parametrize("share_critic_trunk", [False, True])
+def test_a_critic_on_another_trunk_than_the_setting_says_is_refused(share_critic_trunk):
+    trainer = make_trainer(replace(SMALL, **GAE))
+    critic = load_critic(trainer.model, shared=not share_critic_trunk)
+    config = replace(trainer.config, share_critic_trunk=share_critic_trunk)
+    parts = trainer.model, trainer.tokenizer, trainer.task, trainer.sampler
+    with pytest.raises(
+        ValueError, match=r"pass load_critic\(model" if share_critic_trunk else "set share_critic_trunk"
+    ):
+        trainer_module.Trainer(config, *parts, critic=critic)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"share_critic_trunk": True}, 'share_critic_trunk .* "group" has none; .* set advantage_estimator to "gae"'),
+        ({**SHARED, "critic_learning_rate": 1e-4}, "critic_learning_rate is 0.0001, but .* vf_coef"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_shared_trunk(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_config(TrainConfig(**settings))
+
+
+# --- compiled layers ----------------------------------------------------------------------------------------------------
+
+SEVERAL = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}  # micro-batches of many shapes
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Layers are traced as for the compiler, forward and backward, and run without one; counts the graphs."""
+    made = trainer_module.compiled_forwards
+    monkeypatch.setattr(trainer_module, "compiled_forwards", partial(made, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"beta": 0.05, "num_iterations": 2}, {**SHARED, "gradient_checkpointing": True}], ids=["grpo", "ppo"]
+)
+def test_steps_with_compiled_layers_are_the_steps_without(settings, traced):
+    config = replace(SMALL, **SEVERAL, **settings)
+    plain, fast = make_trainer(config), make_trainer(replace(config, torch_compile=True))
+    shapes = set()
+    for _ in range(3):
+        expected, metrics = untimed(plain.step()), untimed(fast.step())
+        assert metrics == pytest.approx(expected, abs=1e-5)
+        assert torch.allclose(parameters(fast), parameters(plain), rtol=0, atol=1e-5)
+        shapes.add(metrics["padding"])
+    assert len(shapes) == 3 and traced() <= 3  # scoring, learning, and the line that is tried first
+    if settings.get("beta"):
+        assert metrics["ratio_error"] == 0.0 and metrics["kl_ref"] > 0
+
+
+def test_the_sampler_and_the_checkpoint_know_nothing_of_it(traced, tmp_path):
+    config = replace(SMALL, torch_compile=True)
+    plain, fast = make_trainer(), make_trainer(config)
+    outside, layers = [], fast.model.model
+    generate = fast.sampler.generate
+    object.__setattr__(
+        fast.sampler, "generate", lambda *args: outside.append("forward" in vars(layers)) or generate(*args)
+    )
+    fast.step()
+    assert outside == [False] and "forward" not in vars(layers) and fast.forwards.keys() == {layers}
+    checkpoint = write_checkpoint(fast, tmp_path)
+    assert load_file(checkpoint / "model.safetensors").keys() == plain.model.state_dict().keys()
+    restore(plain, checkpoint)  # and goes on without it
+    assert torch.equal(parameters(plain), parameters(fast))
+
+
+def test_a_failure_leaves_the_layers_as_they_were(traced):
+    trainer = make_trainer(replace(SMALL, torch_compile=True))
+    with pytest.raises(RuntimeError, match="out of memory"), trainer_module.compiled(trainer.forwards):
+        assert "forward" in vars(trainer.model.model)
+        raise RuntimeError("out of memory")
+    assert "forward" not in vars(trainer.model.model)
+
+
+def test_without_a_compiler_one_line_says_so_before_the_run(tmp_path):
+    """A C++ compiler that is not there, and no cache of what one made earlier."""
+    place = {"CXX": "/no/such/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = ["train", "--torch-compile", "--device", "cpu", "--output-dir", str(tmp_path / "runs")]
+    code = f"import sys; from lmrl.cli import main; sys.exit(main({command}))"
+    here = {
+        name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"
+    }  # a test with vLLM sets it
+    done = subprocess.run([sys.executable, "-c", code], env=here | place, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "runs").exists()
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("lmrl: torch_compile cannot compile for cpu here (") and "/no/such/g++" in line
+    assert line.endswith("or leave torch_compile out")
+
+
+def test_beside_an_engine_on_a_cpu_nothing_would_be_compiled_and_the_two_are_refused(monkeypatch, capsys, tmp_path):
+    def loaded(config):
+        raise AssertionError("the run went on to load its problems")
+
+    monkeypatch.setattr(cli, "load_problems", loaded)
+    options = ["--use-vllm", "--torch-compile", "--device", "cpu", "--output-dir", str(tmp_path / "runs")]
+    for command in ("train", "check"):
+        assert cli.main([command, *options]) == 2 and not (tmp_path / "runs").exists()
+        assert capsys.readouterr().err.startswith("lmrl: torch_compile and use_vllm exclude each other on a CPU")
+    monkeypatch.setattr(cli, "find_device", lambda name: "cuda")
+    cli.require_compiling(TrainConfig(use_vllm=True, torch_compile=True))

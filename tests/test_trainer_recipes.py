@@ -187,6 +187,35 @@ def test_ppo_is_gae_and_the_value_loss_written_out(settings):
         assert_left_gradient(module, loss / tokens, twin)
 
 
+@pytest.mark.parametrize("rows", [32, 8])  # at once: the whole step, or in micro-batches
+@pytest.mark.parametrize("vf_coef", [0.1, 3.0])
+def test_on_a_shared_trunk_the_step_is_the_gradient_of_the_sum(vf_coef, rows):
+    """L_π + c_V L_V over policy and head, written out row by row; the values are clipped, as those of a critic apart."""
+    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 32 // rows, "num_mini_batches": 1}
+    trainer = exact_trainer(**GAE, share_critic_trunk=True, vf_coef=vf_coef, cliprange_value=0.01, **sizes)
+    rollouts = prepared(trainer)
+    # as after earlier steps: predictions that have left their old values, some by more than the clip range
+    noise = 0.02 * torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(1))
+    rollouts = replace(rollouts, values=rollouts.values + noise)
+    twin = copy.deepcopy(torch.nn.ModuleList([trainer.model, trainer.critic]))
+    model, critic = twin
+    assert critic.trunk is model.model
+    loss, clipped = 0.0, 0
+    for row, length in enumerate(rollouts.mask.sum(1).tolist()):
+        prompt, ids = rollouts.prompt_ids[row][rollouts.prompt_mask[row]], rollouts.completion_ids[row, :length]
+        v = critic(prompt[None], torch.ones(1, len(prompt)).bool(), ids[None])[0, :length]
+        old, target = rollouts.values[row, :length], rollouts.returns[row, :length]
+        held = old + (v - old).clamp(-0.01, 0.01)
+        clipped += int(((v - old).abs() > 0.01).sum())
+        value_loss = 0.5 * torch.maximum((v - target) ** 2, (held - target) ** 2).sum()
+        loss = loss - rollouts.advantages[row, :length] @ row_logprobs(model, rollouts, row) + vf_coef * value_loss
+    tokens = int(rollouts.mask.sum())
+    metrics = trainer.update(rollouts)
+    assert_left_gradient(torch.nn.ModuleList([trainer.model, trainer.critic]), loss / tokens, twin)
+    assert metrics["value_clip_fraction"] == pytest.approx(clipped / tokens) and 0.2 < clipped / tokens < 0.8
+    assert "critic_grad_norm" not in metrics
+
+
 def test_a_critic_learns_from_every_token_and_clips_its_second_pass():
     trainer = exact_trainer(**GAE, num_iterations=4, critic_learning_rate=0.05, cliprange_value=0.01)
     metrics = trainer.update(replace(prepared(trainer), advantages=torch.zeros(32, 5)))

@@ -1,4 +1,4 @@
-"""The vLLM sampler: its parts alone, then all of it against the real engine, which starts three times for the whole file."""
+"""The vLLM sampler: its parts alone, then all of it against the real engine, which starts four times for the whole file."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ EOS, PAD, LENGTH = 2, 0, 8
 
 def test_without_vllm_the_error_names_the_extra_and_the_way_for_a_cpu(monkeypatch):
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'lmrl\[vllm\]'.*make .venv/.vllm"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[vllm\]'.*make .venv/.vllm"):
         import_vllm()
 
 
@@ -563,23 +563,47 @@ def arguments(folder, *more):
     return ["train", "--vllm", "--output-dir", str(folder), "--name", "run", *small, *more]
 
 
-@vllm
-def test_the_default_task_trains_with_vllm_from_the_command_line(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of two steps with the engine."""
     assert VLLMSampler.running is None
-    assert main(arguments(tmp_path)) == 0
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    folder = tmp_path_factory.mktemp("runs")
+    assert main(arguments(folder)) == 0
+    assert VLLMSampler.running is None
+    return folder / "run"
+
+
+@vllm
+def test_the_default_task_trains_with_vllm_from_the_command_line(trained):
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     assert 0 < max(record["sampler_gap"] for record in records) < 1e-4
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["use_vllm"] is True
-    assert VLLMSampler.running is None
-    assert "pass@1 on held-out problems" in capsys.readouterr().out
+    assert json.loads((trained / "config.json").read_text())["use_vllm"] is True
+    assert (trained / "evaluation.json").is_file()
 
 
-def test_without_vllm_the_command_says_so_in_one_line_before_there_is_a_folder(tmp_path, capsys, monkeypatch):
+@vllm
+def test_eval_with_vllm_repeats_the_last_measurement_of_a_run(trained, capsys, monkeypatch):
+    engines, start_engine = [], vllm_rollout.start_engine
+    monkeypatch.setattr(vllm_rollout, "start_engine", lambda *a, **k: engines.append(1) or start_engine(*a, **k))
+    assert main(["eval", str(trained), "--num-eval-generations", "4"]) == 0
+    assert len(engines) == 1 and VLLMSampler.running is None
+    after, again = (
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in (trained / "samples.jsonl", trained / "eval-1" / "samples.jsonl")
+    )
+    assert again == [row for row in after if row.pop("when") == "after"] and len(again) == 32 * 4
+    result = json.loads((trained / "evaluation.json").read_text())["after"]
+    assert f"pass@1              {result['pass_at_1']:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "check", "eval"])
+def test_without_vllm_the_command_says_so_in_one_line_before_there_is_a_folder(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(vllm_rollout, "find_spec", lambda name: None)
-    assert main(arguments(tmp_path)) == 2
+    monkeypatch.setattr("lmrl.cli.warm_start_folder", lambda seed: pytest.fail("a model was loaded"))
+    assert main([command, *arguments(tmp_path)[1:]]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "pip install 'lmrl[vllm]'" in line
+    assert "pip install -e '.[vllm]'" in line
     assert list(tmp_path.iterdir()) == []
 
 

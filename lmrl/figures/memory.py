@@ -53,7 +53,7 @@ def memory_bars(planned: Plan):
     for size in GPU_SIZES:
         if size < 1.5 * total:
             axes.axvline(size, color="black", linewidth=0.8, linestyle="--", zorder=0)
-            axes.text(size, -0.7, f"{size} GB", ha="center", fontsize=8, backgroundcolor="white")
+            axes.text(size, -0.7, f"{size} GiB", ha="center", fontsize=8, backgroundcolor="white")
     axes.set_yticks(range(len(owners) + 1), [*owners, "all"])
     axes.set(xlim=(0, 1.5 * total), ylim=(len(owners) + 0.6, -0.9), xlabel="GiB on one GPU")
     figure.set_layout_engine(None)  # fixed margins: under a slider the layout would take as long as the drawing

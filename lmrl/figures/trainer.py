@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 
 from lmrl.figures.style import COLORS, new_figure
 
-__all__ = ["learning_curve", "running_mean", "metric_curve", "run_style", "recipe_curves", "side_by_side"]
+__all__ = [
+    "learning_curve",
+    "running_mean",
+    "metric_curve",
+    "visible_range",
+    "run_style",
+    "recipe_curves",
+    "side_by_side",
+]
 
 
 def learning_curve(records: list[dict[str, float]], held_out: dict[int, float] | None = None) -> Figure:
@@ -48,9 +56,11 @@ def running_mean(values: list[float], width: int = 15) -> list[float]:
 def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool = False) -> Figure:
     """One metric of several runs, ``(steps, values)`` each: all values faint, their running mean on top, or ``points``.
 
-    The i-th run has `run_style`'s colour and dashes, whatever it is called.
+    The i-th run has `run_style`'s colour and dashes, whatever it is called. Single steps far outside leave the picture, which
+    then says how far they go.
     """
     figure, axis = new_figure(height=2.3)
+    means = []
     figure.set_size_inches(3.9, 2.3)
     for i, (steps, values) in enumerate(runs.values()):
         color, dashes = run_style(i)
@@ -58,10 +68,31 @@ def metric_curve(runs: dict[str, tuple[list[float], list[float]]], points: bool 
             axis.plot(steps, values, "o", color=color, markersize=5, linestyle=(0, dashes), linewidth=1.2)
             continue
         stride, smooth = max(1, len(steps) // 500), running_mean(values, max(15, len(steps) // 50))
+        means += smooth
         axis.plot(steps[::stride], values[::stride], color=color, alpha=0.25, linewidth=0.7)
         axis.plot(steps[::stride], smooth[::stride], color=color, linewidth=1.8, linestyle=(0, dashes))
+    values = [value for _, values in runs.values() for value in values if math.isfinite(value)]
+    if values and not points:
+        low, high = axis.set_ylim(*visible_range(values, [mean for mean in means if math.isfinite(mean)]))
+        beyond = [f"{value:.3g}" for value in (min(values), max(values)) if not low <= value <= high]
+        if beyond:
+            axis.set_title(f"single steps reach {' and '.join(beyond)}", fontsize=8, loc="right", color="0.35")
+    axis.ticklabel_format(axis="y", useOffset=False)
     axis.set_xlabel("step")
     return figure
+
+
+def visible_range(values: list[float], means: list[float]) -> tuple[float, float]:
+    """Limits of an axis (section 16): all ``values``, or ``means`` and 98 % of them where the rest takes half of the picture.
+
+    A difference of less than 1e-4 of the values is not blown up.
+    """
+    values, cut = sorted(values), len(values) // 100
+    low, high = min([values[cut], *means]), max([values[-1 - cut], *means])
+    if values[-1] - values[0] < 2 * (high - low):
+        low, high = values[0], values[-1]
+    margin = max(0.05 * (high - low), 1e-4 * max(abs(low), abs(high))) or 0.05
+    return low - margin, high + margin
 
 
 def run_style(i: int) -> tuple[str, tuple[int, ...]]:
