@@ -75,20 +75,22 @@ def assert_same_run(folder, whole):
 # its parent when it comes to a random call of a Python function, in a step, a save, or while it picks the run up; the parent's
 # SIGKILL meets it a little later, wherever it is then.
 KILLER = """
-import os, random, shutil, signal, sys
+import os, random, shutil, signal, sys, threading
 from pathlib import Path
 
-
 import lmrl.checkpoint, lmrl.cli, lmrl.figures.trainer, torch, torch.utils.tensorboard
+from tqdm import tqdm
 
 folder, kills, options = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 draw = random.Random(0)
 torch.set_num_threads(1)
+tqdm.set_lock(threading.RLock())  # tqdm's own is shared by all that are forked: the next one would wait for one that was killed
 lmrl.cli.load_model(lmrl.cli.parse("train", options))  # what the libraries prepare at the first model
 
 
 def child(pipe, calls):
     run = lmrl.cli.run
+    tqdm.set_lock(threading.RLock())  # nobody holds it
 
     def count(frame, event, argument):
         nonlocal calls
