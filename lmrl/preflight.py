@@ -29,7 +29,18 @@ from lmrl.rewards import RewardError, describe
 from lmrl.rollout import truncate
 from lmrl.signal import tied_groups
 from lmrl.tasks import Example, encode_prompt
-from lmrl.trainer import Trainer, ask_reward, compiled, decode, grade, in_pieces, predict_values, score, token_budget
+from lmrl.trainer import (
+    Learner,
+    Trainer,
+    ask_reward,
+    compiled,
+    decode,
+    grade,
+    in_pieces,
+    predict_values,
+    score,
+    token_budget,
+)
 from lmrl.trust_region import kl_k3
 from lmrl.vllm_rollout import generators_kept
 
@@ -62,6 +73,7 @@ __all__ = [
     "surprises_of",
     "check_draws",
     "check_gap",
+    "check_learner",
     "check_weights",
     "flip_signs",
     "weights_changed",
@@ -69,6 +81,7 @@ __all__ = [
     "check_reference",
     "check_critic",
     "grade_odd_texts",
+    "rewards_that_depend_on_order",
     "check_reward",
     "BY_GROUP",
     "tied",
@@ -276,7 +289,7 @@ def check_pad(probe: Probe) -> tuple[str, ...]:
 
 
 def check_completions(probe: Probe) -> tuple[str, ...]:
-    """The sampler continues the prompts that it was given."""
+    """The sampler continues the prompts that it was given, and all that it drew is trained."""
     rollouts, lengths = probe.rollouts, probe.rollouts.prompt_mask.sum(1).tolist()
     read = [ids[-length:] for ids, length in zip(rollouts.prompt_ids.tolist(), lengths, strict=True)]
     others = sum(ids != probe.prompts[g] for ids, g in zip(read, rollouts.group.tolist(), strict=True))
@@ -286,7 +299,13 @@ def check_completions(probe: Probe) -> tuple[str, ...]:
             f"{others} of {len(rollouts)} completions continue another prompt than the one that was asked for",
             "the sampler must take the ids as they are: no second BOS, no decoding and encoding, nothing cut",
         )
-    mean = float(rollouts.mask.sum(1).float().mean())
+    mean, drawn = float(rollouts.mask.sum(1).float().mean()), int(used_columns(rollouts.mask).sum())
+    if left_out := drawn - int(rollouts.mask.sum()):
+        return (
+            "warn",
+            f"{left_out} of {drawn} tokens before the ends of the completions are masked out, and so are not trained",
+            "right for words that are not the policy's, such as a tool's answer; set the mask True where it drew",
+        )
     return "pass", f"{len(rollouts)} for {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
 
 
@@ -518,30 +537,38 @@ def check_gap(probe: Probe) -> tuple[str, ...]:
     return "warn", finding, "is the sampler's precision lower? set vllm_importance_sampling_correction (section 14)"
 
 
-@torch.no_grad()
-def check_weights(probe: Probe) -> tuple[str, ...]:
-    """The optimiser steps the model's trainable weights, and by enough."""
-    learner, rate = probe.trainer.learner, probe.config.learning_rate
+def check_learner(learner: Learner, names: dict[str, Tensor], setting: str) -> tuple[str, ...]:
+    """Whether it steps the parameters of these ``names``, those that are trainable, and by enough (section 16)."""
     stepped = {id(weight) for weight in learner.weights}
-    missed = [
-        name for name, weight in probe.model.named_parameters() if weight.requires_grad != (id(weight) in stepped)
-    ]
+    missed = [name for name, weight in names.items() if weight.requires_grad != (id(weight) in stepped)]
     remedy = "freeze, replace or load weights first, then make the Trainer"
     if missed:
         return "fail", f"{len(missed)} parameters were frozen or replaced since, such as {missed[0]}", remedy
     pairs = zip(learner.weights, learner.masters, strict=True)
-    if stale := sum(not master.to(weight.dtype).equal(weight) for weight, master in pairs):
+    if stale := sum(master is not weight and not master.to(weight.dtype).equal(weight) for weight, master in pairs):
         return (
             "fail",
             f"{stale} parameters are not what their master weights say, which the first step brings back",
             remedy,
         )
-    count = sum(weight.numel() for weight in learner.masters)
+    count, rate = sum(weight.numel() for weight in learner.masters), learner.learning_rate
     share = sum(int((weight + rate == weight).sum()) for weight in learner.masters) / count
-    finding = f"a step of learning_rate {rate:g} is rounded to nothing in {share:.0%} of {count} weights"
+    finding = f"a step of {setting} {rate:g} is rounded to nothing in {share:.0%} of {count} weights"
     if share > 0.5:
-        return "warn", finding, "set master_weights, which are float32, or raise learning_rate"
+        return "warn", finding, f"set master_weights, which are float32, or raise {setting}"
     return "pass", finding
+
+
+@torch.no_grad()
+def check_weights(probe: Probe) -> tuple[str, ...]:
+    """The optimiser steps the trainable weights of model and critic, and by enough."""
+    trainer, names = probe.trainer, dict(probe.model.named_parameters())
+    own = {} if trainer.own_critic is None else trainer.own_critic.named_parameters(prefix="critic")
+    if trainer.critic_learner is None:
+        return check_learner(trainer.learner, names | dict(own), "learning_rate")
+    policy = check_learner(trainer.learner, names, "learning_rate")
+    critic = check_learner(trainer.critic_learner, dict(own), "critic_learning_rate")
+    return max(critic, policy, key=lambda found: ("pass", "warn", "fail").index(found[0]))
 
 
 @torch.no_grad()
@@ -669,13 +696,22 @@ def grade_odd_texts(probe: Probe) -> None:
         ) from error
 
 
+def rewards_that_depend_on_order(probe: Probe) -> int:
+    """How many completions get another reward when the reward function is given all of them in reverse (section 16)."""
+    backwards = torch.arange(len(probe.rollouts), device=probe.rollouts.group.device).flip(0)
+    again = probe.grade(probe.rollouts.select(backwards), probe.examples).select(backwards)
+    graded = probe.graded.graded
+    return int(((again.graded != graded) | (graded & (again.rewards != probe.graded.rewards))).sum())
+
+
 def check_reward(probe: Probe) -> tuple[str, ...]:
-    """The reward function answers, in time, for any text."""
+    """The reward function answers, in time, for any text, and for each text by itself."""
     count, started = len(probe.rollouts), time.perf_counter()
     try:
         graded = probe.graded
         seconds = time.perf_counter() - started
         grade_odd_texts(probe)
+        moved = rewards_that_depend_on_order(probe)
     except RewardError as error:
         finding, _, remedy = str(error).rpartition("; ")
         return "fail", finding, remedy
@@ -688,6 +724,13 @@ def check_reward(probe: Probe) -> tuple[str, ...]:
     finding += f"{seconds / count * probe.config.completions_per_step:.1g} s per step"
     if missing > count / 2:
         return "warn", finding, "more than half of the completions teach nothing: look at the reward's None cases"
+    if moved:
+        return (
+            "warn",
+            f"{finding}; {moved} of {count} completions get another reward when they are given in reverse",
+            "right for rewards that are random or compare completions; else the list is shifted, sorted or an old one: "
+            "the k-th reward belongs to the k-th completion",
+        )
     return "pass", finding
 
 

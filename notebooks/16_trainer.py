@@ -3129,7 +3129,8 @@ def check_markers(probe: Probe) -> tuple[str, ...]:
 # %% [markdown]
 # **The end of a completion.** Padding with the end-of-sequence token is common, and harmless here, where masks come from
 # lengths; it is still worth a warning, because a tool that compares ids with the padding takes the stop token out of the
-# loss, and with it the lesson to stop (section 1). What the sampler returned shows whether this one keeps it.
+# loss, and with it the lesson to stop (section 1). What the sampler returned shows whether this one keeps it, and whether
+# its mask leaves out other tokens that the policy drew.
 
 
 # %% tags=["export:preflight"]
@@ -3152,7 +3153,7 @@ def check_pad(probe: Probe) -> tuple[str, ...]:
 
 
 def check_completions(probe: Probe) -> tuple[str, ...]:
-    """The sampler continues the prompts that it was given."""
+    """The sampler continues the prompts that it was given, and all that it drew is trained."""
     rollouts, lengths = probe.rollouts, probe.rollouts.prompt_mask.sum(1).tolist()
     read = [ids[-length:] for ids, length in zip(rollouts.prompt_ids.tolist(), lengths, strict=True)]
     others = sum(ids != probe.prompts[g] for ids, g in zip(read, rollouts.group.tolist(), strict=True))
@@ -3162,7 +3163,13 @@ def check_completions(probe: Probe) -> tuple[str, ...]:
             f"{others} of {len(rollouts)} completions continue another prompt than the one that was asked for",
             "the sampler must take the ids as they are: no second BOS, no decoding and encoding, nothing cut",
         )
-    mean = float(rollouts.mask.sum(1).float().mean())
+    mean, drawn = float(rollouts.mask.sum(1).float().mean()), int(used_columns(rollouts.mask).sum())
+    if left_out := drawn - int(rollouts.mask.sum()):
+        return (
+            "warn",
+            f"{left_out} of {drawn} tokens before the ends of the completions are masked out, and so are not trained",
+            "right for words that are not the policy's, such as a tool's answer; set the mask True where it drew",
+        )
     return "pass", f"{len(rollouts)} for {len(probe.prompts)} prompts, {mean:.1f} tokens on average"
 
 
@@ -3448,34 +3455,42 @@ def check_gap(probe: Probe) -> tuple[str, ...]:
 # **Does the optimiser step the model?** It holds the weights that were trainable when the trainer was made, or float32 copies
 # of them. Weights that are frozen or replaced afterwards it does not reach, and copies of earlier values would undo what was
 # loaded since. And a step must not be lost in rounding: AdamW changes a weight by about the learning rate, and in bfloat16
-# a weight of 0.02 does not notice a change of less than 0.00006.
+# a weight of 0.02 does not notice a change of less than 0.00006. A critic has an optimiser of its own, with a rate of its own.
 
 
 # %% tags=["export:preflight"]
-@torch.no_grad()
-def check_weights(probe: Probe) -> tuple[str, ...]:
-    """The optimiser steps the model's trainable weights, and by enough."""
-    learner, rate = probe.trainer.learner, probe.config.learning_rate
+def check_learner(learner: Learner, names: dict[str, Tensor], setting: str) -> tuple[str, ...]:
+    """Whether it steps the parameters of these ``names``, those that are trainable, and by enough (section 16)."""
     stepped = {id(weight) for weight in learner.weights}
-    missed = [
-        name for name, weight in probe.model.named_parameters() if weight.requires_grad != (id(weight) in stepped)
-    ]
+    missed = [name for name, weight in names.items() if weight.requires_grad != (id(weight) in stepped)]
     remedy = "freeze, replace or load weights first, then make the Trainer"
     if missed:
         return "fail", f"{len(missed)} parameters were frozen or replaced since, such as {missed[0]}", remedy
     pairs = zip(learner.weights, learner.masters, strict=True)
-    if stale := sum(not master.to(weight.dtype).equal(weight) for weight, master in pairs):
+    if stale := sum(master is not weight and not master.to(weight.dtype).equal(weight) for weight, master in pairs):
         return (
             "fail",
             f"{stale} parameters are not what their master weights say, which the first step brings back",
             remedy,
         )
-    count = sum(weight.numel() for weight in learner.masters)
+    count, rate = sum(weight.numel() for weight in learner.masters), learner.learning_rate
     share = sum(int((weight + rate == weight).sum()) for weight in learner.masters) / count
-    finding = f"a step of learning_rate {rate:g} is rounded to nothing in {share:.0%} of {count} weights"
+    finding = f"a step of {setting} {rate:g} is rounded to nothing in {share:.0%} of {count} weights"
     if share > 0.5:
-        return "warn", finding, "set master_weights, which are float32, or raise learning_rate"
+        return "warn", finding, f"set master_weights, which are float32, or raise {setting}"
     return "pass", finding
+
+
+@torch.no_grad()
+def check_weights(probe: Probe) -> tuple[str, ...]:
+    """The optimiser steps the trainable weights of model and critic, and by enough."""
+    trainer, names = probe.trainer, dict(probe.model.named_parameters())
+    own = {} if trainer.own_critic is None else trainer.own_critic.named_parameters(prefix="critic")
+    if trainer.critic_learner is None:
+        return check_learner(trainer.learner, names | dict(own), "learning_rate")
+    policy = check_learner(trainer.learner, names, "learning_rate")
+    critic = check_learner(trainer.critic_learner, dict(own), "critic_learning_rate")
+    return max(critic, policy, key=lambda found: ("pass", "warn", "fail").index(found[0]))
 
 
 # %% [markdown]
@@ -3614,7 +3629,9 @@ def check_critic(probe: Probe) -> tuple[str, ...]:
 
 # %% [markdown]
 # **The reward** meets the completions that it will meet in the run, under a time limit, and after them two that come
-# sooner or later: an empty one, and one of random tokens.
+# sooner or later: an empty one, and one of random tokens. It is also asked about all of them in the opposite order: a list
+# of rewards that is one place late, sorted, or left over from the last call still has the right length and mean, and
+# teaches noise.
 
 
 # %% tags=["export:preflight"]
@@ -3633,13 +3650,22 @@ def grade_odd_texts(probe: Probe) -> None:
 
 
 # %% tags=["export:preflight"]
+def rewards_that_depend_on_order(probe: Probe) -> int:
+    """How many completions get another reward when the reward function is given all of them in reverse (section 16)."""
+    backwards = torch.arange(len(probe.rollouts), device=probe.rollouts.group.device).flip(0)
+    again = probe.grade(probe.rollouts.select(backwards), probe.examples).select(backwards)
+    graded = probe.graded.graded
+    return int(((again.graded != graded) | (graded & (again.rewards != probe.graded.rewards))).sum())
+
+
 def check_reward(probe: Probe) -> tuple[str, ...]:
-    """The reward function answers, in time, for any text."""
+    """The reward function answers, in time, for any text, and for each text by itself."""
     count, started = len(probe.rollouts), time.perf_counter()
     try:
         graded = probe.graded
         seconds = time.perf_counter() - started
         grade_odd_texts(probe)
+        moved = rewards_that_depend_on_order(probe)
     except RewardError as error:
         finding, _, remedy = str(error).rpartition("; ")
         return "fail", finding, remedy
@@ -3652,6 +3678,13 @@ def check_reward(probe: Probe) -> tuple[str, ...]:
     finding += f"{seconds / count * probe.config.completions_per_step:.1g} s per step"
     if missing > count / 2:
         return "warn", finding, "more than half of the completions teach nothing: look at the reward's None cases"
+    if moved:
+        return (
+            "warn",
+            f"{finding}; {moved} of {count} completions get another reward when they are given in reverse",
+            "right for rewards that are random or compare completions; else the list is shifted, sorted or an old one: "
+            "the k-th reward belongs to the k-th completion",
+        )
     return "pass", finding
 
 

@@ -22,6 +22,7 @@ from lmrl.models import (
     adapted_layers,
     add_adapter,
     disable_dropout,
+    load_critic,
     load_policy,
     load_reference,
     load_tokenizer,
@@ -51,7 +52,6 @@ from lmrl.recipes import RECIPES
 from lmrl.rollout import TorchSampler
 from lmrl.tasks import Example, Task, load_task
 from lmrl.trainer import TooSlow, Trainer, within
-from lmrl.values import build_critic
 from lmrl.vllm_rollout import VLLMSampler
 
 SMALL = TrainConfig(per_device_train_batch_size=64, num_generations=4, max_completion_length=4)
@@ -68,7 +68,7 @@ def assemble(config, model, tokenizer, task, reference=None):
     sampler = TorchSampler(model, stops, tokenizer.pad_token_id, config.max_completion_length, *settings)
     if config.beta and reference is None:
         reference = load_reference(model)
-    critic = build_critic(model) if config.advantage_estimator == "gae" else None
+    critic = load_critic(model, shared=config.share_critic_trunk) if config.advantage_estimator == "gae" else None
     return Trainer(config, model, tokenizer, task, sampler, reference, critic)
 
 
@@ -344,6 +344,21 @@ def shifted_logprobs(rollouts):
     return replace(rollouts, sampler_logprobs=rollouts.sampler_logprobs.roll(1, 1))
 
 
+def token_left_out(column):
+    def change(rollouts):
+        mask = rollouts.mask.clone()
+        mask[:, column] = False
+        return replace(rollouts, mask=mask)
+
+    return change
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_drawn_tokens_that_are_masked_out(column):
+    trainer = with_sampler(tiny(), token_left_out(column))
+    assert_only(trainer, "completions", "warn", "tokens before the ends of the completions are masked out", "mask True")
+
+
 @pytest.mark.parametrize(
     ("change", "name", "words"),
     [
@@ -383,12 +398,12 @@ def first_digit(prompts, completions, **columns):
     return [float(text[:1] > "5") for text in completions]
 
 
-def alternating(prompts, completions, **columns):
-    return [float(i % 2) for i in range(len(completions))]
+def sum_of_characters(prompts, completions, **columns):
+    return [float(sum(map(ord, text))) for text in completions]
 
 
 def test_many_completions_are_cut_off():
-    trainer = tiny(reward=alternating, max_completion_length=1)
+    trainer = tiny(reward=sum_of_characters, temperature=2.0, max_completion_length=1)
     stop, cut = problems(trainer)
     assert (stop.name, stop.status) == ("stop token", "warn") and (cut.name, cut.status) == ("truncation", "warn")
     assert (
@@ -396,7 +411,7 @@ def test_many_completions_are_cut_off():
     )
     assert stop.remedy == "raise max_completion_length, which is 1"
     assert "100% of the completions are cut off at max_completion_length 1" in cut.finding
-    trainer = tiny(reward=alternating, max_completion_length=1, mask_truncated_completions=True)
+    trainer = tiny(reward=sum_of_characters, temperature=2.0, max_completion_length=1, mask_truncated_completions=True)
     _, cut = problems(trainer)
     assert cut.status == "fail" and "leaves 0 of 64 to learn from" in cut.finding
 
@@ -607,7 +622,7 @@ def test_logits_that_are_changed_behind_the_head():
 
 def test_a_model_that_reads_its_padding():
     examples = [Example(f"{'1' * (1 + n % 4)}+{n}=", {}) for n in range(10, 40)]
-    trainer = tiny(Task("lengths", examples, examples[:1], alternating))
+    trainer = tiny(Task("lengths", examples, examples[:1], sum_of_characters))
     assert problems(trainer) == []
     forward = trainer.model.model.forward
     trainer.model.model.forward = lambda **inputs: forward(
@@ -667,6 +682,49 @@ def test_weights_that_the_optimiser_does_not_hold(change, settings, words):
     trainer = tiny(**settings)
     change(trainer)
     assert_only(trainer, "weights", "fail", words, "then make the Trainer")
+
+
+def critic_frozen(trainer):
+    trainer.critic.requires_grad_(False)
+
+
+def critic_head_replaced(trainer):
+    trainer.critic.head.weight = torch.nn.Parameter(trainer.critic.head.weight.detach().clone())
+
+
+@torch.no_grad()
+def loaded_under_the_critics_masters(trainer):
+    trainer.critic.head.weight.fill_(1.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "words"),
+    [
+        (critic_frozen, {}, "parameters were frozen or replaced since, such as critic."),
+        (critic_head_replaced, {}, "1 parameters were frozen or replaced since, such as critic.head.weight"),
+        (
+            critic_head_replaced,
+            {"share_critic_trunk": True},
+            "1 parameters were frozen or replaced since, such as critic.",
+        ),
+        (
+            loaded_under_the_critics_masters,
+            {"dtype": "bfloat16", "master_weights": True},
+            "1 parameters are not what their master",
+        ),
+    ],
+)
+def test_weights_of_the_critic_that_its_optimiser_does_not_hold(change, settings, words):
+    trainer = tiny(**RECIPES["ppo"].settings | settings)
+    change(trainer)
+    assert_only(trainer, "weights", "fail", words, "then make the Trainer")
+
+
+def test_a_step_of_the_critic_that_rounding_loses():
+    trainer = tiny(
+        **RECIPES["ppo"].settings | {"dtype": "bfloat16", "learning_rate": 1e-2, "critic_learning_rate": 1e-6}
+    )
+    assert_only(trainer, "weights", "warn", "of critic_learning_rate 1e-06 is rounded", "or raise critic_learning_rate")
 
 
 def test_a_step_that_rounding_loses():
@@ -804,6 +862,35 @@ def of_the_prompt(prompts, completions, **columns):
     return [float(len(set(prompt))) for prompt in prompts]
 
 
+def one_late(prompts, completions, **columns):
+    rewards = sum_of_characters(prompts, completions)
+    return [rewards[-1], *rewards[:-1]]
+
+
+def best_first(prompts, completions, **columns):
+    return sorted(sum_of_characters(prompts, completions), reverse=True)
+
+
+def left_over():
+    kept = []
+
+    def reward(prompts, completions, **columns):
+        kept.extend(sum_of_characters(prompts, completions))
+        return kept[: len(completions)]
+
+    return reward
+
+
+def coin(prompts, completions, **columns):
+    return [float(random.random() < 0.5) for _ in completions]
+
+
+@pytest.mark.parametrize("reward", [one_late, best_first, left_over(), coin])
+def test_rewards_that_are_not_the_completions_own(reward):
+    words = "of 64 completions get another reward when they are given in reverse", "the k-th completion"
+    assert_only(tiny(reward=reward), "reward", "warn", *words)
+
+
 @pytest.mark.parametrize(
     ("reward", "name", "status", "words"),
     [
@@ -901,9 +988,11 @@ def test_the_setting_of_the_run_is_the_limit_of_the_check_too():
 
 
 def test_rewards_that_rarely_differ():
-    trainer = tiny(
-        reward=lambda prompts, completions, **columns: [float(p == chosen and i % 2) for i, p in enumerate(prompts)]
-    )
+    def reward(prompts, completions, **columns):
+        sums = sum_of_characters(prompts, completions)
+        return [score * (prompt == chosen) for score, prompt in zip(sums, prompts, strict=True)]
+
+    trainer = tiny(reward=reward)
     chosen = Probe(trainer).examples[3].prompt
     trainer.sampler = replace(trainer.sampler, temperature=1.0)
     assert_only(trainer, "signal", "warn", "equal in 15 of 16 groups", "prompts that succeed sometimes")
@@ -957,7 +1046,7 @@ def test_a_refusal_prints_what_is_wrong_and_names_the_ways_on(capsys):
         require_preflight(trainer)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["warn", "fail"]
-    trainer.task = replace(trainer.task, reward=alternating)
+    trainer.task = replace(trainer.task, reward=sum_of_characters)
     require_preflight(trainer)
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["warn"]
 
