@@ -17,6 +17,7 @@
     kernels       11. Back to tensors
     memory        12. The four models in the room
     models        12. The four models in the room
+    packages      12. The four models in the room
     signal        13. Why RL lives in post-training
     recipes       14. Where the textbook bends
     mismatch      14. Where the textbook bends
@@ -59,6 +60,7 @@ __all__ = [
     "kernels",
     "memory",
     "models",
+    "packages",
     "signal",
     "recipes",
     "mismatch",

@@ -436,7 +436,8 @@ def restore(trainer, checkpoint: Path) -> None:
             raise ValueError(
                 f"the run's {what} changed since {checkpoint} was written; give back what there was, or start a new run"
             )
-    if record["reward text"] != reward_text(trainer.task.reward):
+    text = reward_text(trainer.task.reward)
+    if record.get("reward text", text) != text:
         warnings.warn(
             f"the reward function is not the one with which {checkpoint} was made: rewards before and after are of two kinds, "
             "and the best checkpoint may be of either",

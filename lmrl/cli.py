@@ -44,7 +44,11 @@ from lmrl.models import (
     resolve_model_path,
     stop_token_ids,
 )
-from lmrl.policy import build_policy, build_tokenizer, warm_start_folder
+from lmrl.policy import (
+    build_policy,
+    build_tokenizer,
+    warm_start_folder,
+)
 from lmrl.preflight import CHECKS, Check, adapter_of, preflight, preflight_table, require_preflight, setup_of
 from lmrl.report import read_runs, report_page
 from lmrl.rewards import load_reward

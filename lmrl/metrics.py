@@ -24,6 +24,7 @@ from torch import Tensor
 from lmrl.batch import Rollouts
 from lmrl.checkpoint import write_whole
 from lmrl.config import TRACKERS, tracker_names
+from lmrl.packages import PIP_INSTALL, install_command
 from lmrl.policy import masked_mean
 from lmrl.signal import frac_reward_zero_std
 
@@ -268,8 +269,8 @@ def optional_import(module: str, extra: str | None = None) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        package = module if extra is None else f"-c constraints.txt -e '.[{extra}]'"
-        raise ImportError(f"{error.name} is not installed: .venv/bin/python -m pip install {package}") from error
+        command = f"{PIP_INSTALL} {module}" if extra is None else install_command(extra)
+        raise ImportError(f"{error.name} is not installed: {command}") from error
 
 
 def tracker_modules(report_to: str) -> dict[str, ModuleType]:

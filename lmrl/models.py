@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from lmrl.packages import install_command
 from lmrl.policy import trunk
 from lmrl.values import Critic, build_critic
 
@@ -94,9 +95,7 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
         return {}
     missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
     if missing:
-        raise ImportError(
-            f"reading {gguf_file} needs the package {missing[0]}: .venv/bin/python -m pip install -c constraints.txt -e '.[gguf]'"
-        )
+        raise ImportError(f"reading {gguf_file} needs the package {missing[0]}: {install_command('gguf')}")
     return {"gguf_file": gguf_file}
 
 
@@ -199,9 +198,7 @@ def add_adapter(model, *, r: int = 16, alpha: int = 32, target_modules: str = "a
     layer has. Hu et al., 2022.
     """
     if find_spec("peft") is None:
-        raise ImportError(
-            "an adapter needs the package peft: .venv/bin/python -m pip install -c constraints.txt -e '.[lora]'"
-        )
+        raise ImportError(f"an adapter needs the package peft: {install_command('lora')}")
     peft = importlib.import_module("peft")
     names = target_modules if target_modules == "all-linear" else target_modules.replace(" ", "").split(",")
     if target_modules != "all-linear":

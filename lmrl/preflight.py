@@ -563,11 +563,11 @@ def check_learner(learner: Learner, names: dict[str, Tensor], setting: str) -> t
 def check_weights(probe: Probe) -> tuple[str, ...]:
     """The optimiser steps the trainable weights of model and critic, and by enough."""
     trainer, names = probe.trainer, dict(probe.model.named_parameters())
-    own = {} if trainer.own_critic is None else trainer.own_critic.named_parameters(prefix="critic")
+    own = {} if trainer.own_critic is None else dict(trainer.own_critic.named_parameters(prefix="critic"))
     if trainer.critic_learner is None:
-        return check_learner(trainer.learner, names | dict(own), "learning_rate")
+        return check_learner(trainer.learner, names | own, "learning_rate")
     policy = check_learner(trainer.learner, names, "learning_rate")
-    critic = check_learner(trainer.critic_learner, dict(own), "critic_learning_rate")
+    critic = check_learner(trainer.critic_learner, own, "critic_learning_rate")
     return max(critic, policy, key=lambda found: ("pass", "warn", "fail").index(found[0]))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmrl.packages import install_command
 from lmrl.sandbox import VerdictServer, run_python
 
 __all__ = [
@@ -267,9 +268,7 @@ class MathMatch:
 
     def __init__(self, seconds: float = 5.0):
         if importlib.util.find_spec("math_verify") is None:
-            raise ImportError(
-                "checking mathematics needs the package math-verify: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
-            )
+            raise ImportError(f"checking mathematics needs the package math-verify: {install_command('tasks')}")
         if not seconds > 0:
             raise ValueError(f"seconds is {seconds}; a completion needs some time to be checked, for example 5")
         self.server, self.metrics = VerdictServer(seconds), {}

@@ -21,6 +21,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import get_args
 
+from lmrl.packages import install_command
 from lmrl.policy import (
     addition_problems,
     addition_reward,
@@ -122,9 +123,7 @@ def reasoning_gym_datasets() -> dict[str, list[str]]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ImportError(
-            "reasoning_gym tasks need the package reasoning-gym: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
-        ) from error
+        raise ImportError(f"reasoning_gym tasks need the package reasoning-gym: {install_command('tasks')}") from error
     return {name: sorted(vars(config)["__dataclass_fields__"]) for name, (_, config) in sorted(DATASETS.items())}
 
 

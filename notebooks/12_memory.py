@@ -1196,6 +1196,20 @@ def resolve_model_path(name: str | Path) -> Path:
 
 
 # %% [markdown]
+# Some of what follows needs a package that not everyone wants: one to read `.gguf` files, or peft for an adapter. Such packages
+# are extras of this one, and where one is missing, the error says with which command it comes.
+
+
+# %% tags=["export:packages"]
+PIP_INSTALL = ".venv/bin/python -m pip install"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an ``extra`` of pyproject.toml into a clone's environment (section 12)."""
+    return f"{PIP_INSTALL} -c constraints.txt -e '.[{extra}]'"
+
+
+# %% [markdown]
 # A folder may hold both forms, or neither, or several `.gguf` files of different precision. We do not guess.
 
 
@@ -1230,9 +1244,7 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
         return {}
     missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
     if missing:
-        raise ImportError(
-            f"reading {gguf_file} needs the package {missing[0]}: .venv/bin/python -m pip install -c constraints.txt -e '.[gguf]'"
-        )
+        raise ImportError(f"reading {gguf_file} needs the package {missing[0]}: {install_command('gguf')}")
     return {"gguf_file": gguf_file}
 
 
@@ -1414,9 +1426,7 @@ def add_adapter(model, *, r: int = 16, alpha: int = 32, target_modules: str = "a
     layer has. Hu et al., 2022.
     """
     if find_spec("peft") is None:
-        raise ImportError(
-            "an adapter needs the package peft: .venv/bin/python -m pip install -c constraints.txt -e '.[lora]'"
-        )
+        raise ImportError(f"an adapter needs the package peft: {install_command('lora')}")
     peft = importlib.import_module("peft")
     names = target_modules if target_modules == "all-linear" else target_modules.replace(" ", "").split(",")
     if target_modules != "all-linear":

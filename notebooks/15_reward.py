@@ -70,6 +70,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lmrl.baselines import group_advantages
 from lmrl.figures.style import COLORS, explore, new_figure, show
 from lmrl.models import disable_dropout, find_device, load_reward_model, load_tokenizer
+from lmrl.packages import install_command
 from lmrl.policy import (
     addition_problems,
     addition_reward,
@@ -640,9 +641,7 @@ class MathMatch:
 
     def __init__(self, seconds: float = 5.0):
         if importlib.util.find_spec("math_verify") is None:
-            raise ImportError(
-                "checking mathematics needs the package math-verify: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
-            )
+            raise ImportError(f"checking mathematics needs the package math-verify: {install_command('tasks')}")
         if not seconds > 0:
             raise ValueError(f"seconds is {seconds}; a completion needs some time to be checked, for example 5")
         self.server, self.metrics = VerdictServer(seconds), {}
@@ -1056,9 +1055,7 @@ def reasoning_gym_datasets() -> dict[str, list[str]]:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ImportError(
-            "reasoning_gym tasks need the package reasoning-gym: .venv/bin/python -m pip install -c constraints.txt -e '.[tasks]'"
-        ) from error
+        raise ImportError(f"reasoning_gym tasks need the package reasoning-gym: {install_command('tasks')}") from error
     return {name: sorted(vars(config)["__dataclass_fields__"]) for name, (_, config) in sorted(DATASETS.items())}
 
 

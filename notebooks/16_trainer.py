@@ -113,6 +113,7 @@ from lmrl.models import (
     resolve_model_path,
     stop_token_ids,
 )
+from lmrl.packages import PIP_INSTALL, install_command
 from lmrl.policy import (
     build_policy,
     build_tokenizer,
@@ -1929,8 +1930,8 @@ def optional_import(module: str, extra: str | None = None) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        package = module if extra is None else f"-c constraints.txt -e '.[{extra}]'"
-        raise ImportError(f"{error.name} is not installed: .venv/bin/python -m pip install {package}") from error
+        command = f"{PIP_INSTALL} {module}" if extra is None else install_command(extra)
+        raise ImportError(f"{error.name} is not installed: {command}") from error
 
 
 # %% [markdown]
@@ -2554,7 +2555,8 @@ def restore(trainer, checkpoint: Path) -> None:
             raise ValueError(
                 f"the run's {what} changed since {checkpoint} was written; give back what there was, or start a new run"
             )
-    if record["reward text"] != reward_text(trainer.task.reward):
+    text = reward_text(trainer.task.reward)
+    if record.get("reward text", text) != text:
         warnings.warn(
             f"the reward function is not the one with which {checkpoint} was made: rewards before and after are of two kinds, "
             "and the best checkpoint may be of either",
@@ -3485,11 +3487,11 @@ def check_learner(learner: Learner, names: dict[str, Tensor], setting: str) -> t
 def check_weights(probe: Probe) -> tuple[str, ...]:
     """The optimiser steps the trainable weights of model and critic, and by enough."""
     trainer, names = probe.trainer, dict(probe.model.named_parameters())
-    own = {} if trainer.own_critic is None else trainer.own_critic.named_parameters(prefix="critic")
+    own = {} if trainer.own_critic is None else dict(trainer.own_critic.named_parameters(prefix="critic"))
     if trainer.critic_learner is None:
-        return check_learner(trainer.learner, names | dict(own), "learning_rate")
+        return check_learner(trainer.learner, names | own, "learning_rate")
     policy = check_learner(trainer.learner, names, "learning_rate")
-    critic = check_learner(trainer.critic_learner, dict(own), "critic_learning_rate")
+    critic = check_learner(trainer.critic_learner, own, "critic_learning_rate")
     return max(critic, policy, key=lambda found: ("pass", "warn", "fail").index(found[0]))
 
 

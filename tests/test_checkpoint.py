@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, replace
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmrl.checkpoint import (
     EVALUATION,
+    RECORD,
     best_checkpoint,
     changed_settings,
     checkpoints_of,
@@ -606,6 +608,15 @@ def test_the_warning_of_another_reward_function_names_the_callers_file(tmp_path)
     with pytest.warns(UserWarning, match="the reward function is not the one") as told:
         restore(other, checkpoint)
     assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_no_reward_function(tmp_path):
+    checkpoint = write_checkpoint(make_trainer(), tmp_path)
+    record = json.loads((checkpoint / RECORD).read_text())
+    del record["reward text"], record["tokenizer rules"]
+    (checkpoint / RECORD).write_text(json.dumps(record))
+    with warnings.catch_warnings(action="error"):
+        assert refusal(restore, make_trainer(), checkpoint) == "nothing is refused"
 
 
 def test_restore_refuses_other_settings(tmp_path):
